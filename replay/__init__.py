@@ -1,0 +1,1 @@
+"""Replay recorded serving traces through allocation policies."""

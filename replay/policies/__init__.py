@@ -1,0 +1,66 @@
+"""The policies a trace can be replayed under, by name.
+
+Each stands in a module of its own and is imported only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import cast
+
+from kvslot.replay.policies._base import (
+    Admitted,
+    Counters,
+    Gauges,
+    Policy,
+    PolicyConfig,
+    Refused,
+    Room,
+)
+
+__all__ = [
+    "NAMES",
+    "Admitted",
+    "Counters",
+    "Gauges",
+    "Policy",
+    "PolicyConfig",
+    "Refused",
+    "Room",
+    "UnknownPolicy",
+    "make",
+    "register",
+]
+
+NAMES: tuple[str, ...] = ("contiguous", "paged", "hashed", "token", "slotted")
+"""In the order of the table's columns: from before paging to ours.  Module replay/policies/NAME.py holds a class
+whose name is NAME capitalised + "Policy", taking one PolicyConfig."""
+
+_registered: dict[str, Callable[[PolicyConfig], Policy]] = {}
+
+
+class UnknownPolicy(ValueError):
+    """No policy of that name, or its module is not installed."""
+
+
+def register(name: str, factory: Callable[[PolicyConfig], Policy]) -> None:
+    """Add a policy of one's own under `name` (for tests and experiments); it takes precedence over ours."""
+    _registered[name] = factory
+
+
+def make(name: str, config: PolicyConfig) -> Policy:
+    """A fresh instance of the policy called `name`.  Raises UnknownPolicy, or ValueError for a setting it refuses."""
+    factory = _registered.get(name)
+    if factory is not None:
+        return factory(config)
+    if name not in NAMES:
+        raise UnknownPolicy(f"no policy is called {name!r}; there are {', '.join((*NAMES, *_registered))}")
+    try:
+        module = import_module(f"kvslot.replay.policies.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"kvslot.replay.policies.{name}":
+            raise
+        raise UnknownPolicy(f"policy {name!r} is not part of this installation") from error
+    factory = cast("Callable[[PolicyConfig], Policy]", getattr(module, f"{name.capitalize()}Policy"))
+    return factory(config)

@@ -1,0 +1,165 @@
+"""The interface between the replay's engine and an allocation policy.
+
+A policy decides where the tokens of running requests live and what it can find again.  The engine (`replay/engine.py`)
+plays the part of a serving engine: it asks for room, "computes" for a while, says what has been written, and frees.
+
+    admit ---> prefilled ---> grow* ---> finish          the ordinary life of a request
+      |            |            |
+      |            +--- abort --+                        preempted: it starts over later
+      +--> Refused(never=False): asked again later; Refused(never=True): never asked again
+
+Rules that hold for every policy, so that their figures can be compared:
+
+- Tokens travel as bytes, four per token, little-endian int32.  The same bytes mean the same token.
+- A hit never covers the whole prompt: at most n-1 of an n-token prompt, since the last token must be computed anew
+  to give the first logits.
+- `admit` is all or nothing: a refusal leaves no trace but what was evicted before it.
+- Nothing is shareable before `prefilled` (prompt) or `finish` (output) has said that it was written.
+- The watermark holds back new requests only, never growth, and is waived while nothing runs.
+- Policies read no clock and draw no random numbers: `now` (simulated seconds) comes in, so runs can be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every policy is built from.  Sizes are in token slots."""
+
+    pool_tokens: int
+    """Slots in the pool; a policy may round down to whole blocks and set padding aside (`Gauges.usable` tells)."""
+    block_size: int
+    """Slots in a block, 1 or more."""
+    eviction: str = "lru"
+    """Order of eviction: "lru" or "s3fifo"; a policy that lacks one refuses it with ValueError."""
+    watermark: float = 0.02
+    """Share of the usable slots held back from new requests while something runs."""
+    max_length: int = 0
+    """Longest prompt + output of the trace: what `contiguous` sets aside for each sequence.  0: not known."""
+    engine_count: int = 1
+    """Engines that share this instance; `admit`'s `engine` is below it."""
+
+
+class Admitted(NamedTuple):
+    """The request runs: it holds `hit` cached tokens and has room up to `capacity` tokens."""
+
+    hit: int
+    """Prompt tokens found cached, 0 <= hit <= prompt_len - 1."""
+    capacity: int
+    """Tokens (hit included) the sequence has room for, >= prompt_len."""
+    ask_at: int
+    """Length at which the engine must call `grow` before it writes the next token; prompt_len <= ask_at <= capacity."""
+
+
+class Refused(NamedTuple):
+    """The request does not run now."""
+
+    never: bool
+    """False: LATER, ask again when something was released.  True: NEVER, it would not fit an empty pool."""
+    needed: int
+    """Slots it would have needed, evictable ones not taken off; what pseudo-OOM is judged by."""
+
+
+class Room(NamedTuple):
+    """What a sequence has after `grow`."""
+
+    capacity: int
+    ask_at: int
+
+
+class Gauges(NamedTuple):
+    """The state of a pool, in slots unless said.  O(1) to read: the engine samples it throughout."""
+
+    usable: int
+    """Slots that can ever hold a token (padding left out)."""
+    blocks_in_use_slots: int
+    """Slots of the blocks that are not wholly free."""
+    tokens_held: int
+    """Slots that hold a distinct written token.  Duplicates, peeled copies, fenced and quarantined slots hold none."""
+    private: int
+    """Written slots of running sequences, not (yet) shareable."""
+    cached: int
+    """Slots of the shared index, in use by somebody or not."""
+    reserved: int
+    """Unwritten slots of running sequences' runs."""
+    duplicates: int
+    """Written slots whose tokens are also held elsewhere."""
+    peeled: int
+    """Slots holding copies made to append after a shared partial slot."""
+    fenced: int
+    quarantined: int
+    moving: int
+    free: int
+    """Slots holding nothing that stand in a free structure: whole blocks and holes that can be handed out."""
+    evictable: int
+    """Tokens of the shared index that could be evicted now."""
+    largest_free_run: int
+    """Longest run of consecutive free slots."""
+    live_sequences: int
+    """Sequences admitted and not yet finished or aborted (a count)."""
+
+
+class Counters(NamedTuple):
+    """Counts from the start; they never fall."""
+
+    copied_tokens: int
+    """Tokens copied inside the pool to be appended to (peel, partial pages)."""
+    moved_tokens: int
+    """Tokens moved by compaction."""
+    extents: int
+    """Extents handed out."""
+    extent_tokens: int
+    """Slots in the extents handed out."""
+    evicted_tokens: int
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """One pool under one way of managing it.  `request` is an int that the engine never uses for two live requests."""
+
+    name: ClassVar[str]
+
+    @property
+    def granularity(self) -> int:
+        """1 if a hit may end at any token, else the multiple of tokens at which hits end."""
+        ...
+
+    def admit(self, request: int, tokens: bytes, engine: int, now: float) -> Admitted | Refused:
+        """Match the prompt, lock what is found and take room for the rest; all or nothing.
+
+        Raises ValueError for an empty prompt or a request id that is live."""
+        ...
+
+    def prefilled(self, request: int, now: float) -> None:
+        """The K/V of the whole prompt is written: shareable from now on."""
+        ...
+
+    def grow(self, request: int, length: int, now: float) -> Room | None:
+        """Room for at least `length` tokens in all; called when the sequence's length == ask_at, with length > ask_at.
+
+        None: refused, and nothing has changed for this sequence."""
+        ...
+
+    def finish(self, request: int, output: bytes, now: float) -> None:
+        """All output tokens are written: publish prompt + output, then release the request."""
+        ...
+
+    def abort(self, request: int, now: float) -> None:
+        """Release at once (preempted).  What was published may stay cached."""
+        ...
+
+    def victim(self) -> int | None:
+        """The request to preempt when `grow` was refused: the youngest; None while nothing runs."""
+        ...
+
+    def gauges(self) -> Gauges: ...
+
+    def counters(self) -> Counters: ...
+
+    def blocks(self) -> bytes:
+        """A picture of the pool: one byte per block (or per bucket of blocks; at most 4096 bytes in all), 0..255 the
+        share of its slots that hold tokens."""
+        ...
