@@ -1,0 +1,76 @@
+# Everything here sets itself up: a fresh clone needs Python 3.11 or newer with venv, and nothing else.
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PY   := $(BIN)/python
+PIN  := --constraint constraints.txt
+# -qq: pip says nothing unless it fails.
+PIP  := $(PY) -m pip --disable-pip-version-check -qq
+SEEDS ?= 20000
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv run test check format fuzz bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.ready  ## .venv with all commands in .venv/bin
+
+run: venv  ## the main job: replay recorded traces, print the table (ARGS=... goes on to the command)
+	@$(BIN)/kvslotctl replay --demo $(ARGS)
+
+test: venv  ## all tests (ARGS='-k name' to choose)
+	@$(PY) -Im pytest $(ARGS)
+
+check: venv  ## style, types, which room may import which, wheel against git
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/basedpyright
+	$(PY) -Im pytest -q tests/household
+
+format: venv  ## lay out the code and mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+fuzz: venv  ## the simulation with more seeds (SEEDS=20000)
+	@KVSLOT_SEEDS=$(SEEDS) $(PY) -Im pytest tests/simulation $(ARGS)
+
+bench: venv  ## measured budgets of the core
+	@$(BIN)/kvslotctl bench core $(ARGS)
+
+clean:  ## remove .venv, caches and what was built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PYTHON=... overrules the search. The first python that is new enough wins, `python3` before numbered ones.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@set -eu; \
+	fits() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
+	if ! { [ -x $(PY) ] && fits $(PY); }; then \
+	    found=; \
+	    for each in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	        if fits "$$each"; then found=$$each; break; fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "kvslot needs Python 3.11 or newer; here is $$(python3 --version 2>&1 || true)." >&2; \
+	        echo "Install one (Debian and Ubuntu: apt-get install python3.11 python3.11-venv), or name one:" >&2; \
+	        echo "    make venv PYTHON=/path/to/python3.12" >&2; \
+	        exit 1; \
+	    fi; \
+	    if ! "$$found" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+	        version=$$("$$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	        echo "$$found ($$version) cannot make virtual environments: its venv module is missing." >&2; \
+	        echo "Install it (Debian and Ubuntu: apt-get install python$$version-venv), then try again." >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "Making $(VENV) with $$("$$found" --version) ..."; \
+	    rm -rf $(VENV); \
+	    "$$found" -m venv $(VENV); \
+	fi; \
+	echo "Installing kvslot and its tools into $(VENV) (under a minute) ..."; \
+	$(PIP) install $(PIN) hatchling || { echo "pip could not install; is a package index reachable?" >&2; exit 1; }; \
+	$(PIP) install $(PIN) --no-build-isolation --editable '.[dev]'; \
+	touch $@; \
+	echo "Ready: commands are in $(BIN)."

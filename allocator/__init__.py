@@ -1,0 +1,1 @@
+"""The core: pages of slots and a shared prefix tree. Pure Python, no I/O, no clock, no asyncio."""

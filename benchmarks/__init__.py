@@ -1,0 +1,1 @@
+"""Measured budgets of the core, each beside its target."""
