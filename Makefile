@@ -27,7 +27,7 @@ check: venv  ## style, types, which room may import which, wheel against git
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(PY)
 	$(PY) -Im pytest -q tests/household
 
 format: venv  ## lay out the code and mend what ruff can mend
@@ -44,7 +44,7 @@ clean:  ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# PYTHON=... overrules the search. The first python that is new enough wins, `python3` before numbered ones.
+# Source distributions carry no links, so those are made again here. PYTHON=... overrules the search. The first python that is new enough wins, `python3` before numbered ones.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@set -eu; \
 	fits() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
@@ -69,6 +69,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	    rm -rf $(VENV); \
 	    "$$found" -m venv $(VENV); \
 	fi; \
+	for each in */__init__.py; do \
+	    room=$${each%/*}; \
+	    [ -e src/kvslot/$$room ] || ln -s ../../$$room src/kvslot/$$room; \
+	done; \
 	echo "Installing kvslot and its tools into $(VENV) (under a minute) ..."; \
 	$(PIP) install $(PIN) hatchling || { echo "pip could not install; is a package index reachable?" >&2; exit 1; }; \
 	$(PIP) install $(PIN) --no-build-isolation --editable '.[dev]'; \

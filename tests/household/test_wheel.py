@@ -1,0 +1,93 @@
+"""What is built is what git tracks: wheel, source distribution, and a wheel made from that source distribution.
+
+Builds happen in a copy of the tracked files, so that what lies about in a working tree neither helps nor disturbs.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .tree import ROOT, rooms, tracked
+
+
+@pytest.fixture(scope="module")
+def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked files, links as links."""
+    target = tmp_path_factory.mktemp("tree")
+    for name in tracked():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    return target
+
+
+@pytest.fixture(scope="module")
+def built(clean_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`wheel` built from the tree, `sdist` from the tree, and `wheel_of_sdist`."""
+    straight, through = tmp_path_factory.mktemp("straight"), tmp_path_factory.mktemp("through")
+    build(clean_tree, straight, "--wheel")
+    build(clean_tree, through)
+    (wheel,), (sdist,), (wheel_of_sdist,) = (
+        straight.glob("*.whl"),
+        through.glob("*.tar.gz"),
+        through.glob("*.whl"),
+    )
+    return {"wheel": wheel, "sdist": sdist, "wheel_of_sdist": wheel_of_sdist}
+
+
+def build(tree: Path, target: Path, *options: str) -> None:
+    """Builds without a network: the backend is the one that is installed."""
+    command = [sys.executable, "-Im", "build", "--no-isolation", "--outdir", str(target), *options, str(tree)]
+    answer = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, "NO_COLOR": "1"}
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def names_in(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
+
+
+def expected_in_wheel() -> list[str]:
+    inside = [f"kvslot/{name}" for name in tracked() if name.partition("/")[0] in rooms()]
+    return sorted([*inside, "kvslot/__init__.py", "kvslot/py.typed"])
+
+
+def test_the_wheel_holds_what_git_tracks(built: dict[str, Path]) -> None:
+    """The wheel holds every tracked file of every room, data files too, under kvslot/, and nothing else."""
+    assert names_in(built["wheel"]) == expected_in_wheel()
+
+
+def test_a_wheel_from_the_source_distribution_is_the_same(built: dict[str, Path]) -> None:
+    """Who builds from the source distribution gets the same files with the same bytes."""
+    with zipfile.ZipFile(built["wheel"]) as one, zipfile.ZipFile(built["wheel_of_sdist"]) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        for name in names_in(built["wheel"]):
+            assert one.read(name) == other.read(name), name
+
+
+def test_the_source_distribution_is_complete(built: dict[str, Path]) -> None:
+    """The source distribution holds what git tracks, so that tests and docs travel with it."""
+    with tarfile.open(built["sdist"]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {name for name in tracked() if not (ROOT / name).is_symlink()}
+    assert wanted - held == set()
+
+
+def test_the_wheel_adds_one_name_to_site_packages(built: dict[str, Path]) -> None:
+    """Nothing called `api`, `daemon` or the like lands beside other people's packages; the licence comes along."""
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
+        licences = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        scripts = [
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt")
+        ]
+    assert sorted(top.partition("-")[0] for top in tops) == ["kvslot", "kvslot"]
+    assert len(licences) == 1
+    assert ["kvslotctl = kvslot.cli.ctl:main" in text for text in scripts] == [True]
