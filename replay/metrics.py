@@ -1,0 +1,280 @@
+"""What a replay measures, and how each figure is defined.
+
+A *run* is one trace under one policy, block size, sharing and number of engines.  It yields one `Row` per phase, one
+`Series` (how things went over time) and a few `Picture`s of the pool's blocks.  All times are simulated seconds unless
+a name says otherwise; `cpu` and `alloc_us` are measured, so they alone differ between two runs with the same seed.
+
+Definitions, the same for every policy (sums over the instances where each engine has a pool of its own):
+
+    internal_fragmentation = 1 - tokens_held / (blocks_in_use_slots - reserved)
+    reserved               = unwritten slots of running sequences' runs / usable
+    pseudo-OOM             : a request or a growth refused although
+                             usable - tokens_held - duplicates - peeled - fenced - quarantined - moving - reserved
+                             + evictable - watermark * usable >= needed
+    hit                    = prompt tokens found cached when the request was first admitted
+    ideal hit              = prompt tokens, at most all but the last, that any request had written by then
+    lost_hit_tokens        = the part of (ideal - hit) that rounding down to the policy's granularity explains
+    evicted_hit_tokens     = the rest of it: evicted, or never kept, or kept in another engine's pool
+
+Gauges are sampled on a regular grid of simulated time that starts at the first admission.  A run's length is not known
+beforehand, so the grid starts fine and its step doubles whenever 2,000 buckets are full; two buckets merge into one
+that keeps the time-weighted mean and the extremes of both.  Means over phases are therefore exact up to the grid, and
+a phase's edges are blurred by at most one bucket, a thousandth of the run.
+
+Phases: see PHASES.  They depend on the trace and the pool's size only, so that columns compare like with like.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from kvslot import __version__
+
+SCHEMA = 1
+"""Version of the JSON's keys: raised when a key changes its meaning, not when one is added."""
+
+PHASES: dict[str, str] = {
+    "all": "the whole run",
+    "cold": "until the distinct tokens admitted so far would fill the pool once: nothing need be evicted",
+    "warm": "from there until they would have filled it three times: eviction sets in, the start still shows",
+    "steady": "all that follows warm",
+    "first_hour": "the first simulated hour; only of runs that last longer than one",
+    "last_hour": "the last simulated hour; only of runs that last longer than one",
+}
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Time-weighted mean, and the highest value sampled."""
+
+    mean: float
+    max: float
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Of single measurements, in the unit that the field's name gives."""
+
+    p50: float
+    p99: float
+    max: float
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the table: one phase of one run.  Keys are stable; new ones come last."""
+
+    run: int
+    """Index into `ReplayResult.runs`."""
+    trace: str
+    policy: str
+    block_size: int
+    sharing: str
+    engines: int
+    phase: str
+    routing: str
+    eviction: str
+    live: int
+    """Limit on sequences running at once, all engines together."""
+    pool_tokens: int
+    usable_tokens: int
+    start_s: float
+    end_s: float
+    requests: int
+    """Requests first admitted in this phase."""
+    finished: int
+    never: int
+    """Requests dropped because they could not fit an empty pool."""
+    stuck: int
+    """Requests told LATER although nothing ran, and dropped; anything but 0 is a fault of the policy."""
+    prompt_tokens: int
+    hit_tokens: int
+    internal_fragmentation_pct: Spread
+    reserved_pct: Spread
+    occupancy_pct: Spread
+    """tokens_held / usable."""
+    hit_tokens_pct: float
+    hit_tokens_pct_ideal: float
+    """What a cache that never evicts would have found."""
+    hit_tokens_pct_optimum: float | None
+    """What no eviction order in a pool of this size could exceed (`kvslot.replay.optimum`); None: not computed."""
+    lost_hit_tokens: int
+    evicted_hit_tokens: int
+    usable_pct: float | None
+    """Distinct tokens in use by running requests at the first refusal / pool tokens; None: nothing was refused."""
+    refusals: int
+    """Requests told LATER, each counted once."""
+    refusals_per_hour: float
+    pseudo_oom: int
+    pseudo_oom_per_hour: float
+    refused_room_elsewhere: int
+    """Refusals in one engine's pool while another engine's pool had what was needed; 0 where the pool is shared."""
+    preemptions: int
+    max_concurrent_sessions: int | None
+    """Largest `live` with no preemption and at most 1 % refusals; None: not searched for."""
+    alloc_us: Quantiles
+    """CPU time of one admission."""
+    cpu_us_per_request: float
+    """CPU time of admit (refused tries included), prefilled and finish, per finished request."""
+    grow_cpu_us_per_request: float
+    extents_per_1k_tokens: float
+    largest_free_run: Spread
+    """In slots, as sampled: `max` is the largest, and `largest_free_run_min` the smallest value seen."""
+    largest_free_run_min: int
+    copied_tokens: int
+    moved_tokens: int
+    evicted_tokens: int
+    duplicate_tokens: Spread
+
+
+class Series(msgspec.Struct, kw_only=True):
+    """One run over time: lists of equal length, one entry a bucket; the i-th bucket ends at time_s[i].
+
+    States are means over the bucket, in slots; counts are what fell into the bucket."""
+
+    time_s: list[float]
+    internal_fragmentation_pct: list[float]
+    private: list[float]
+    cached: list[float]
+    reserved: list[float]
+    duplicates: list[float]
+    peeled: list[float]
+    fenced: list[float]
+    quarantined: list[float]
+    moving: list[float]
+    free: list[float]
+    tokens_held: list[float]
+    evictable: list[float]
+    blocks_in_use_slots: list[float]
+    live_sequences: list[float]
+    largest_free_run: list[float]
+    hit_tokens_pct: list[float | None]
+    """Of the prompt tokens admitted in the bucket; None: nothing was admitted."""
+    refusals: list[int]
+    pseudo_oom: list[int]
+    preemptions: list[int]
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool's blocks at one moment; instances of several engines follow each other."""
+
+    time_s: float
+    progress: float
+    """Share of the requests that had started, 0..1."""
+    blocks: bytes
+    """One byte a block, or a bucket of blocks: 0..255 the share of its slots that hold tokens."""
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """What belongs to a run as a whole."""
+
+    trace: str
+    policy: str
+    block_size: int
+    sharing: str
+    engines: int
+    routing: str
+    eviction: str
+    live: int
+    pool_tokens: int
+    usable_tokens: int
+    wall_s: float
+    series: Series
+    pictures: list[Picture]
+
+
+class TraceMeta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    kind: str
+    digest: str
+    """SHA-256 of the trace file."""
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    clock: str
+    """How requests arrived: "trace", "poisson R/s" or "closed loop"."""
+    note: str = ""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    system: str
+    processor: str
+    cpus: int
+    python: str
+
+
+class Meta(msgspec.Struct, kw_only=True):
+    schema: int
+    version: str
+    command: str
+    seed: int
+    started: str
+    """UTC, ISO 8601."""
+    wall_s: float
+    machine: Machine
+    traces: list[TraceMeta]
+    phases: dict[str, str]
+    settings: dict[str, float | int | str | bool | None]
+
+
+class ReplayResult(msgspec.Struct, kw_only=True):
+    """All that one command replayed.  `--json` writes meta and rows; `--html` uses the runs as well."""
+
+    meta: Meta
+    rows: list[Row]
+    runs: list[Run]
+
+    def to_json(self) -> bytes:
+        """`{"meta": ..., "rows": [...]}`, indented; the keys are stable."""
+        plain = msgspec.json.encode({"meta": self.meta, "rows": self.rows})
+        return msgspec.json.format(plain, indent=2) + b"\n"
+
+    def write_json(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.to_json())
+
+
+def machine() -> Machine:
+    """What the measured times were measured on."""
+    processor = platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    processor = line.partition(":")[2].strip()
+                    break
+    except OSError:
+        pass
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        processor=processor or platform.machine(),
+        cpus=os.cpu_count() or 1,
+        python=platform.python_version(),
+    )
+
+
+def meta(
+    *,
+    seed: int,
+    traces: list[TraceMeta],
+    settings: dict[str, float | int | str | bool | None],
+    command: list[str] | None = None,
+) -> Meta:
+    """The head of a result; `wall_s` is filled in by whoever ends the command."""
+    words = sys.argv if command is None else command
+    shown = " ".join([os.path.basename(words[0]), *words[1:]]) if words else ""
+    return Meta(
+        schema=SCHEMA,
+        version=__version__,
+        command=shown,
+        seed=seed,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        wall_s=0.0,
+        machine=machine(),
+        traces=traces,
+        phases=PHASES,
+        settings=settings,
+    )
