@@ -237,7 +237,7 @@ def test_rooms_import_under_one_name() -> None:
 
 
 def test_the_package_itself_stays_light() -> None:
-    """`import kvslot` loads no room and nothing from outside the standard library."""
+    """`import kvslot` loads no other module: who wants one room pays for that room alone."""
     import subprocess
     import sys
 
