@@ -1,0 +1,251 @@
+"""A paged allocator with chained block hashes: vLLM's way of prefix caching, by itself.
+
+It knows pages ("blocks") and tokens, nothing of requests, clocks or a replay; `hashed` is this pool behind the
+replay's interface, and `kvslotctl bench core` measures ours against it.
+
+    table of a sequence:   [ b7 | b3 | b9 | b4 ]        position p stands in block table[p // B] at offset p % B
+                             ^----^----^               full and written: hash known, findable by everyone
+                                         ^             partial: private, never findable
+
+Rules, all of them the engine's:
+
+- Only full blocks are shared.  A block's key is hash((key of the block before it, its token bytes)), so one key stands
+  for the whole prefix up to its end.  A hit is found block by block from the start and ends at the first key that
+  nobody holds.  Keys are trusted: tokens are not compared again (64 bits here, SHA-256 on request there).
+- A hit covers at most n-1 tokens of an n-token prompt, rounded down to blocks.
+- References are counted per block.  A block that nobody uses is *free*; if it has a key it stays findable until it is
+  handed out again.  Blocks are handed out in this order: those without a key, last freed first; those never used;
+  then keyed ones, least recently freed first.  A sequence frees its tail first, so leaves go before roots.
+- Tables are append-only: when a block fills up whose key is held by another block already, both keep it (a duplicate).
+  The older one serves hits.
+
+Cost: a look-up is one hash and one dict probe per block hit; to take or give back a block is O(1).  Nothing grows
+with the pool: blocks never used are a number, not a list, and per-block state is two flat lists.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from kvslot.replay.policies._sequences import TOKEN_BYTES
+
+_ROOT: Final = 0x6B76736C6F74
+"""What the first block's key is chained to.  Any number does; a salt per tenant would stand here."""
+
+
+class Table:
+    """The blocks of one sequence, in order, and how far they are filled and published."""
+
+    __slots__ = ("blocks", "hit", "keys", "published")
+
+    def __init__(self, blocks: list[int], keys: list[int], hit: int) -> None:
+        self.blocks = blocks
+        self.keys = keys
+        """Keys of the sequence's first full blocks, as far as anyone needed them yet."""
+        self.hit = hit
+        """Tokens found cached when it was allocated; a multiple of the block size."""
+        self.published = len(blocks[:hit]) if hit == 0 else 0
+        """Leading blocks that have their key in the index (set by the pool)."""
+
+
+class Shortage:
+    """Why `allocate` refused: what it would have taken, and what could be taken."""
+
+    __slots__ = ("blocks", "hit", "revived")
+
+    def __init__(self, blocks: int, revived: int, hit: int) -> None:
+        self.blocks = blocks
+        """New blocks it needed."""
+        self.revived = revived
+        """Hit blocks that nobody used, and that therefore counted as free until now."""
+        self.hit = hit
+
+
+class ChainedPool:
+    """`blocks` pages of `block_size` tokens under one index of chained hashes."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.total = blocks
+        self.block_size = block_size
+        self._stride = block_size * TOKEN_BYTES
+        self._references = [0] * blocks
+        self._key: list[int | None] = [None] * blocks
+        self._index: dict[int, int | list[int]] = {}
+        """Key -> block, or the blocks that hold it, oldest first.  Lists only for duplicates: they are rare, and a
+        list per block would give the garbage collector as many objects as there are blocks."""
+        self._bare: list[int] = []
+        """Free blocks without a key; a stack."""
+        self._fresh = 0
+        """Blocks fresh..total-1 were never handed out."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with a key, next to be evicted first.  An ordered dict is the doubly linked list that is needed
+        here (taken from the middle on a hit), with its links in C."""
+        self.keyed = 0
+        self.duplicates = 0
+        """Keyed blocks whose key an older block holds as well."""
+        self.evicted = 0
+        """Keyed blocks handed out again, from the start."""
+
+    @property
+    def free(self) -> int:
+        """Blocks that could be handed out now: empty ones and idle keyed ones."""
+        return len(self._bare) + self.total - self._fresh + len(self._idle)
+
+    @property
+    def empty(self) -> int:
+        """Free blocks that hold nothing."""
+        return len(self._bare) + self.total - self._fresh
+
+    @property
+    def idle(self) -> int:
+        """Free blocks that still have their key."""
+        return len(self._idle)
+
+    def probe(self, tokens: bytes) -> int:
+        """Tokens of this prompt that are cached; no side effects."""
+        return len(self._match(tokens)[1]) * self.block_size
+
+    def allocate(self, tokens: bytes, keep_free: int = 0) -> Table | Shortage:
+        """A table for the whole prompt: cached blocks where there are any, new ones for the rest; all or nothing.
+
+        `keep_free` blocks must remain free afterwards."""
+        keys, hits = self._match(tokens)
+        new = -(-len(tokens) // self._stride) - len(hits)
+        references = self._references
+        idle = self._idle
+        revived = [block for block in hits if not references[block]]
+        if new + len(revived) + keep_free > len(self._bare) + self.total - self._fresh + len(idle):
+            return Shortage(new, len(revived), len(hits) * self.block_size)
+        for block in revived:
+            del idle[block]
+        for block in hits:
+            references[block] += 1
+        table = Table(hits, keys, len(hits) * self.block_size)
+        table.published = len(hits)
+        hits.extend(self._take(new))
+        return table
+
+    def extend(self, table: Table, blocks: int = 1) -> bool:
+        """Append new blocks; False, with nothing changed, if there are too few."""
+        if blocks > self.free:
+            return False
+        table.blocks.extend(self._take(blocks))
+        return True
+
+    def publish(self, table: Table, tokens: bytes) -> None:
+        """All of `tokens` (from the sequence's start) is written: make its full blocks findable."""
+        first = table.published
+        keys = table.keys
+        full = len(tokens) // self._stride
+        if full <= first:
+            return
+        self._chain(keys, tokens, full)
+        index = self._index
+        key_of = self._key
+        for place in range(first, full):
+            block = table.blocks[place]
+            key = keys[place]
+            assert key_of[block] is None
+            key_of[block] = key
+            held = index.setdefault(key, block)
+            if held is not block and held != block:
+                self.duplicates += 1
+                if type(held) is int:
+                    index[key] = [held, block]
+                else:
+                    held.append(block)  # type: ignore[union-attr]
+        self.keyed += full - first
+        table.published = full
+
+    def release(self, table: Table) -> None:
+        """Give the table's blocks back, the last one first."""
+        references = self._references
+        key_of = self._key
+        idle = self._idle
+        bare = self._bare
+        for block in reversed(table.blocks):
+            left = references[block] - 1
+            assert left >= 0
+            references[block] = left
+            if not left:
+                if key_of[block] is None:
+                    bare.append(block)
+                else:
+                    idle[block] = None
+        table.blocks = []
+        table.published = 0
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _match(self, tokens: bytes) -> tuple[list[int], list[int]]:
+        """-> keys worked out (one past the hits, if there is one more full block), blocks hit.
+
+        Keys past the first miss are left to `publish`: a prompt that is refused or new costs one hash here."""
+        stride = self._stride
+        find = self._index.get
+        key = _ROOT
+        keys: list[int] = []
+        hits: list[int] = []
+        # The last token is always computed anew, so only blocks that end before it can be hit.
+        for start in range(0, len(tokens) - TOKEN_BYTES - stride + 1, stride):
+            key = hash((key, tokens[start : start + stride]))
+            keys.append(key)
+            block = find(key)
+            if block is None:
+                break
+            hits.append(block if type(block) is int else block[0])  # type: ignore[index]
+        return keys, hits
+
+    def _chain(self, keys: list[int], tokens: bytes, full: int) -> None:
+        """Bring `keys` up to `full` blocks."""
+        stride = self._stride
+        known = len(keys)
+        key = keys[-1] if known else _ROOT
+        keys += [
+            key := hash((key, tokens[start : start + stride]))
+            for start in range(known * stride, full * stride, stride)
+        ]
+
+    def _take(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; the caller has checked that there are so many."""
+        bare = self._bare
+        taken: list[int] = []
+        if bare and count:
+            taken = bare[-count:]
+            del bare[-count:]
+        short = count - len(taken)
+        if short:
+            fresh = min(short, self.total - self._fresh)
+            if fresh:
+                taken += range(self._fresh, self._fresh + fresh)
+                self._fresh += fresh
+                short -= fresh
+            if short:
+                self._evict(short, taken)
+        references = self._references
+        for block in taken:
+            references[block] = 1
+        return taken
+
+    def _evict(self, count: int, into: list[int]) -> None:
+        """Hand out the `count` idle blocks that were freed longest ago, and forget their keys."""
+        pop = self._idle.popitem
+        index = self._index
+        key_of = self._key
+        for _ in range(count):
+            block = pop(last=False)[0]
+            key = key_of[block]
+            assert key is not None
+            key_of[block] = None
+            held = index[key]
+            if type(held) is int:
+                del index[key]
+            else:
+                self.duplicates -= 1
+                held.remove(block)  # type: ignore[union-attr]
+                if len(held) == 1:  # type: ignore[arg-type]
+                    index[key] = held[0]  # type: ignore[index]
+            into.append(block)
+        self.keyed -= count
+        self.evicted += count
