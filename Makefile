@@ -48,7 +48,7 @@ clean:  ## remove .venv, caches and what was built
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@set -eu; \
 	fits() { "$$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
-	if ! { [ -x $(PY) ] && fits $(PY); }; then \
+	if ! { [ -x $(PY) ] && fits $(PY) && $(PY) -Ic 'import pip' 2>/dev/null; }; then \
 	    found=; \
 	    for each in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	        if fits "$$each"; then found=$$each; break; fi; \
