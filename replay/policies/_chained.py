@@ -26,9 +26,13 @@ with the pool: blocks never used are a number, not a list, and per-block state i
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final
 
-from kvslot.replay.policies._sequences import TOKEN_BYTES
+import numpy as np
+import numpy.typing as npt
+
+from kvslot.replay.policies._sequences import TOKEN_BYTES, longest_run
 
 _ROOT: Final = 0x6B76736C6F74
 """What the first block's key is chained to.  Any number does; a salt per tenant would stand here."""
@@ -40,6 +44,7 @@ class Table:
     __slots__ = ("blocks", "hit", "keys", "published")
 
     def __init__(self, blocks: list[int], keys: list[int], hit: int) -> None:
+        """`blocks` are those hit, `hit` tokens in all; the pool appends the new ones."""
         self.blocks = blocks
         self.keys = keys
         """Keys of the sequence's first full blocks, as far as anyone needed them yet."""
@@ -86,6 +91,8 @@ class ChainedPool:
         """Keyed blocks whose key an older block holds as well."""
         self.evicted = 0
         """Keyed blocks handed out again, from the start."""
+        self.empties_changed = 0
+        """Rises whenever the set of empty blocks changes."""
 
     @property
     def free(self) -> int:
@@ -122,7 +129,6 @@ class ChainedPool:
         for block in hits:
             references[block] += 1
         table = Table(hits, keys, len(hits) * self.block_size)
-        table.published = len(hits)
         hits.extend(self._take(new))
         return table
 
@@ -149,12 +155,12 @@ class ChainedPool:
             assert key_of[block] is None
             key_of[block] = key
             held = index.setdefault(key, block)
-            if held is not block and held != block:
+            if held != block:
                 self.duplicates += 1
-                if type(held) is int:
+                if isinstance(held, int):
                     index[key] = [held, block]
                 else:
-                    held.append(block)  # type: ignore[union-attr]
+                    held.append(block)
         self.keyed += full - first
         table.published = full
 
@@ -171,10 +177,42 @@ class ChainedPool:
             if not left:
                 if key_of[block] is None:
                     bare.append(block)
+                    self.empties_changed += 1
                 else:
                     idle[block] = None
         table.blocks = []
         table.published = 0
+
+    def slots_held(self) -> npt.NDArray[np.int64]:
+        """Tokens of keyed blocks, block by block: the block size or 0."""
+        return np.fromiter((0 if key is None else self.block_size for key in self._key), np.int64, self.total)
+
+    def longest_empty_run(self) -> int:
+        """Consecutive empty blocks, at the most.  O(k log k) in the k blocks that came back without a key."""
+        return longest_run(self._bare, self._fresh, self.total)
+
+    def audit(self, tables: Iterable[Table]) -> None:
+        """Recount from the tables in use: every block is empty, idle or in some table, and keys and counts agree."""
+        references = [0] * self.total
+        for table in tables:
+            for place, block in enumerate(table.blocks):
+                references[block] += 1
+                assert (self._key[block] is not None) == (place < table.published)
+                assert place >= table.published or self._key[block] == table.keys[place]
+        assert references == self._references
+        used = [block for block, count in enumerate(references) if count]
+        seen = used + list(self._bare) + list(range(self._fresh, self.total)) + list(self._idle)
+        assert sorted(seen) == list(range(self.total))
+        assert all(self._key[block] is None for block in self._bare)
+        assert all(self._key[block] is not None for block in self._idle)
+        held: dict[int, set[int]] = {}
+        for block, key in enumerate(self._key):
+            if key is not None:
+                held.setdefault(key, set()).add(block)
+        index = {key: {of} if isinstance(of, int) else set(of) for key, of in self._index.items()}
+        assert held == index
+        assert self.keyed == sum(map(len, held.values()))
+        assert self.duplicates == self.keyed - len(held)
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -194,7 +232,7 @@ class ChainedPool:
             block = find(key)
             if block is None:
                 break
-            hits.append(block if type(block) is int else block[0])  # type: ignore[index]
+            hits.append(block if isinstance(block, int) else block[0])
         return keys, hits
 
     def _chain(self, keys: list[int], tokens: bytes, full: int) -> None:
@@ -211,6 +249,7 @@ class ChainedPool:
         """`count` blocks with one reference each; the caller has checked that there are so many."""
         bare = self._bare
         taken: list[int] = []
+        self.empties_changed += 1
         if bare and count:
             taken = bare[-count:]
             del bare[-count:]
@@ -239,13 +278,13 @@ class ChainedPool:
             assert key is not None
             key_of[block] = None
             held = index[key]
-            if type(held) is int:
+            if isinstance(held, int):
                 del index[key]
             else:
                 self.duplicates -= 1
-                held.remove(block)  # type: ignore[union-attr]
-                if len(held) == 1:  # type: ignore[arg-type]
-                    index[key] = held[0]  # type: ignore[index]
+                held.remove(block)
+                if len(held) == 1:
+                    index[key] = held[0]
             into.append(block)
         self.keyed -= count
         self.evicted += count
