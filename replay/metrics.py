@@ -119,7 +119,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of one admission."""
     cpu_us_per_request: float
     """CPU time of admit (refused tries included), prefilled and finish, per finished request."""
-    grow_cpu_us_per_request: float
+    grow_us_per_request: float
+    """Wall time of all growth, per finished request: many short calls, too short for the CPU clock's own cost."""
     extents_per_1k_tokens: float
     largest_free_run: Spread
     """In slots, as sampled: `max` is the largest, and `largest_free_run_min` the smallest value seen."""
