@@ -1,22 +1,9 @@
-"""What a trace allows at best: the ideal hit, the offline optimum, and how many distinct tokens run at once.
+"""What a trace allows at best: the ideal hit, and how many distinct tokens run at once.
 
-All three walk the prefix tree that a trace's owners form (see `traces.py`); none looks at a token.
+Both walk the prefix tree that a trace's owners form (see `traces.py`); none looks at a token.
 
 *Ideal* (`Written`): the longest prefix of a prompt that any request has written before, however long ago.  A cache that
 never evicts and rounds nothing finds exactly this.
-
-*Optimum* (`optimum`): Belady's rule per token.  Take the requests in the order in which they were admitted, let
-each leave all its tokens in a pool of C slots, and when there are too many drop the token whose next use lies furthest
-ahead.  A token's next use is the next request whose prompt covers it, so no ancestor's next use is later than its
-descendant's: the rule drops leaves first by itself, what stays is always a set of prefixes, and every hit is one piece.
-Tokens are of one size, so the rule is optimal, not a heuristic: no policy with C slots finds more in that order of
-admissions.  It remains a bound rather than a target, since it is told the future, lets a request use at once what an
-earlier one has not finished writing, and takes no room for requests that run side by side.
-
-    It need not follow tokens one by one.  All cached tokens next used by request k lie on k's path, so one number per
-    k, size[k], is the whole state: dropping the furthest is taking from the largest k.  Which tokens go from one
-    request to which next is found by colouring each path with its last user; changes of colour are few (the argument
-    is that of preferred paths in link-cut trees: O(log n) amortised per request, plus the walk along owners).
 
 *Yardstick* (`Yardstick`): a policy with room for everything, which counts the distinct tokens of running requests.  Its
 peak gives pools a size that means the same on every trace.
@@ -26,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import ClassVar
 
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, Refused, Room
@@ -91,92 +77,6 @@ class Written:
                 reach[j] = end
                 end = start
             j = owner[j]
-
-
-def optimum(trace: Trace, order: Sequence[int], capacity: int) -> list[int]:
-    """Hit tokens per entry of `order` under Belady's rule with `capacity` slots.
-
-    `order` holds request numbers in order of admission: round * len(trace) + request."""
-    n = len(trace)
-    keep, owner, prompt_len, total = trace.keep, trace.owner, trace.prompt_len, trace.total
-    rounds = max(order, default=0) >= n
-    shared = trace.shared() if rounds else [0] * n
-    # Colours of an owned part, nearest the root last: (end, who used it last); see `_recolour`.
-    colours: dict[int, list[tuple[int, int]]] = {}
-    # After step m: which later step next uses how many of the tokens on its path.
-    onward: list[list[tuple[int, int]]] = [[] for _ in order]
-
-    for step, number in enumerate(order):
-        round_, request = divmod(number, n)
-        useful = (
-            prompt_len[request] - 1
-        )  # only what was coloured before counts, so this cannot claim too much
-        end, j = total[request], request
-        while True:
-            start = keep[j]
-            split = max(start, shared[j]) if round_ else start
-            if end > split:
-                _recolour(colours, round_ * n + j, split, end, useful, step, onward)
-            if split > start and end > start:
-                _recolour(colours, j, start, min(end, split), useful, step, onward)
-                round_ = 0
-            if start == 0:
-                break
-            end = min(end, start)
-            j = owner[j]
-
-    size = [0] * len(order)
-    furthest: list[int] = []
-    cached = 0
-    hits = [0] * len(order)
-    for step in range(len(order)):
-        hits[step] = size[step]
-        cached -= size[step]
-        size[step] = 0
-        for later, count in onward[step]:
-            if not size[later]:
-                heappush(furthest, -later)
-            size[later] += count
-            cached += count
-        onward[step] = []
-        while cached > capacity:
-            later = -furthest[0]
-            excess = cached - capacity
-            if size[later] <= excess:
-                heappop(furthest)
-                cached -= size[later]
-                size[later] = 0
-            else:
-                size[later] -= excess
-                cached -= excess
-    return hits
-
-
-def _recolour(
-    colours: dict[int, list[tuple[int, int]]],
-    part: int,
-    start: int,
-    end: int,
-    useful: int,
-    step: int,
-    onward: list[list[tuple[int, int]]],
-) -> None:
-    """Positions start..end of `part` are used now: tell their last users so, as far as the use is of use."""
-    stack = colours.get(part)
-    if stack is None:
-        colours[part] = [(end, step)]
-        return
-    at = start
-    while stack:
-        until, last = stack[-1]
-        stop = min(until, end)
-        if at < min(stop, useful):
-            onward[last].append((step, min(stop, useful) - at))
-        at = max(at, stop)
-        if until > end:
-            break
-        stack.pop()
-    stack.append((end, step))
 
 
 class Yardstick:

@@ -40,7 +40,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Final, Literal, NamedTuple
@@ -48,7 +48,8 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from kvslot.replay import policies as registry
-from kvslot.replay.bounds import Written, Yardstick, optimum
+from kvslot.replay.bounds import Written, Yardstick
+from kvslot.replay.clairvoyant import Clairvoyant
 from kvslot.replay.metrics import Row, Run
 from kvslot.replay.policies._base import Admitted, Policy, PolicyConfig, Refused
 from kvslot.replay.recorder import Recorder, add_counters, add_gauges, room, rows, series
@@ -65,8 +66,6 @@ COLLECT_EVERY: Final = 20_000
 """Finished requests between two garbage collections, which happen outside everything measured: a pause inside a
 policy's call would be charged to whoever happened to allocate."""
 PROGRESS_EVERY: Final = 256
-OPTIMUM_REQUESTS_MAX: Final = 250_000
-"""Beyond, the bound is not computed: it needs all admissions in memory, and rounds soon repeat themselves."""
 _U64: Final = (1 << 64) - 1
 
 
@@ -93,7 +92,6 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     decode_ms: float = 20.0
     """Per output token."""
     seed: int = 0
-    optimum: bool = True
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -606,11 +604,13 @@ def replay(
     *,
     expander: Expander | None = None,
     index: int = 0,
+    hits_optimum: Mapping[int, int] | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Run a trace through a policy.
 
-    `expander` may be shared between runs of the same trace (it caches); `index` is the run's number in the result.
+    `expander` may be shared between runs of the same trace (it caches); `index` is the run's number in the result;
+    `hits_optimum` is what `optimum()` gave for these settings.
     Raises ValueError for settings that do not fit, PolicyFault where a policy breaks its contract."""
     count = config.engines if config.sharing == "partitioned" else 1
     share = config.pool_tokens // count
@@ -647,10 +647,20 @@ def replay(
         series=series(recorder),
         pictures=recorder.pictures,
     )
-    hits: list[int] | None = None
-    if config.optimum and len(recorder.number) <= OPTIMUM_REQUESTS_MAX:
-        hits = optimum(trace, recorder.number, config.pool_tokens)
-    return Outcome(run, rows(recorder, run, index, hits_optimum=hits), recorder)
+    return Outcome(run, rows(recorder, run, index, hits_optimum=hits_optimum), recorder)
+
+
+def optimum(trace: Trace, config: ReplayConfig, progress: Progress | None = None) -> dict[int, int]:
+    """Hit tokens by request number under the offline optimum (`clairvoyant.py`), in one pool of `pool_tokens`.
+
+    It depends on trace, pool, `live`, times and seed, not on policy, block size or sharing: one serves all columns."""
+    policy = Clairvoyant(
+        trace, config.pool_tokens, watermark=config.watermark, rounds=config.hours is not None
+    )
+    alone = msgspec.structs.replace(config, engines=1, sharing="shared")
+    with _quiet_collector():
+        recorder = _Engine(trace, alone, [policy], None, progress).run()
+    return dict(zip(recorder.number, recorder.hit, strict=True))
 
 
 def peak_live_tokens(trace: Trace, config: ReplayConfig) -> int:
@@ -668,7 +678,7 @@ def max_concurrent_sessions(
     """Largest `live`, up to `limit`, with no preemption and at most 1 % of requests refused; 0 if even 1 has some.
 
     Closed loop, once through the trace: about log2(limit) runs."""
-    trial = msgspec.structs.replace(config, hours=None, rate=None, closed_loop=True, optimum=False)
+    trial = msgspec.structs.replace(config, hours=None, rate=None, closed_loop=True)
     expander = expander or Expander(trace)
 
     def fits(live: int) -> bool:

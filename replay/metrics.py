@@ -100,7 +100,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens_pct_ideal: float
     """What a cache that never evicts would have found."""
     hit_tokens_pct_optimum: float | None
-    """What no eviction order in a pool of this size could exceed (`kvslot.replay.optimum`); None: not computed."""
+    """What an eviction that has read the rest of the trace finds in one pool of this size; None: not computed.
+    See `kvslot.replay.clairvoyant`."""
     lost_hit_tokens: int
     evicted_hit_tokens: int
     usable_pct: float | None

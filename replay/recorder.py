@@ -7,7 +7,7 @@ reading of the gauges goes into a bucket.  Memory: some 100 bytes a request, and
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -298,8 +298,8 @@ def phases(recorder: Recorder, pool_tokens: int) -> dict[str, tuple[float, float
     return found
 
 
-def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Sequence[int] | None) -> list[Row]:
-    """One row per phase.  `hits_optimum`: per admitted request, in order of admission; None: not computed."""
+def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int, int] | None) -> list[Row]:
+    """One row per phase.  `hits_optimum`: hit tokens by request number; None: not computed."""
     sampler = recorder.sampler
     if sampler is None:
         return []
@@ -309,7 +309,11 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Sequence[int
     prompt, hit, ideal = _ints(recorder.prompt), _ints(recorder.hit), _ints(recorder.ideal)
     lost = np.minimum(np.maximum(ideal - hit, 0), _ints(recorder.rounding))
     evicted = np.maximum(ideal - hit, 0) - lost
-    optimum = None if hits_optimum is None else np.asarray(hits_optimum, dtype=np.int64)
+    optimum = (
+        None
+        if hits_optimum is None
+        else np.array([hits_optimum.get(n, 0) for n in recorder.number], dtype=np.int64)
+    )
     made: list[Row] = []
     for name, (start, end) in phases(recorder, run.pool_tokens).items():
         last = end >= recorder.end
