@@ -1,1 +1,40 @@
-"""Replay recorded serving traces through allocation policies."""
+"""Replay recorded serving traces through ways of managing a KV cache, and measure what each is worth.
+
+The face of this room: `load` a trace (`find` resolves names of bundled ones), describe a run with `ReplayConfig`, then
+`replay` one run, or `run_cases` for many into a `ReplayResult`.
+"""
+
+from kvslot.replay.cases import Case, run_cases
+from kvslot.replay.engine import (
+    Outcome,
+    PolicyFault,
+    ReplayConfig,
+    max_concurrent_sessions,
+    optimum,
+    peak_live_tokens,
+    replay,
+)
+from kvslot.replay.metrics import PHASES, ReplayResult, Row, Run
+from kvslot.replay.traces import Expander, Trace, TraceError, bundled, find, load
+
+__all__ = [
+    "PHASES",
+    "Case",
+    "Expander",
+    "Outcome",
+    "PolicyFault",
+    "ReplayConfig",
+    "ReplayResult",
+    "Row",
+    "Run",
+    "Trace",
+    "TraceError",
+    "bundled",
+    "find",
+    "load",
+    "max_concurrent_sessions",
+    "optimum",
+    "peak_live_tokens",
+    "replay",
+    "run_cases",
+]

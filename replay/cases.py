@@ -1,0 +1,137 @@
+"""A list of runs, carried out one after the other into one `ReplayResult`.
+
+What several runs need is made once: a trace's token ids are cached while runs of that trace follow each other, the
+offline optimum is found once per trace and pool, and a policy whose figures do not depend on the block size runs once
+for all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvslot.replay.engine import ReplayConfig, max_concurrent_sessions, optimum, replay
+from kvslot.replay.metrics import ReplayResult, Row, Run, TraceMeta, meta
+from kvslot.replay.traces import Expander, Trace
+
+WITHOUT_BLOCKS: Final = frozenset({"contiguous", "token"})
+"""Policies that hand out single slots or single runs: the block size is nothing to them."""
+
+Report = Callable[[str, float], None]
+"""Called with what is going on and the share of all work that is done, 0..1."""
+
+
+class Case(NamedTuple):
+    """One run to come."""
+
+    trace: Trace
+    config: ReplayConfig
+
+
+def clock(trace: Trace, config: ReplayConfig) -> str:
+    """How requests arrive, in words."""
+    if config.closed_loop or (trace.t is None and config.rate is None):
+        return f"closed loop, {config.live} live"
+    if config.rate is not None:
+        return f"Poisson, {config.rate:g}/s"
+    return "the trace's own"
+
+
+def run_cases(
+    cases: Sequence[Case],
+    *,
+    seed: int,
+    settings: dict[str, float | int | str | bool | None],
+    with_optimum: bool = True,
+    with_max_live: bool = False,
+    max_live_limit: int = 1024,
+    report: Report | None = None,
+    command: list[str] | None = None,
+) -> ReplayResult:
+    """Run all cases in order (put those of one trace next to each other).
+
+    Raises what `replay` raises; a case that cannot be set up (an eviction that a policy lacks, an unknown policy)
+    raises before anything that follows it has run."""
+    began = time.perf_counter()
+    result = ReplayResult(
+        meta=meta(seed=seed, traces=_traces(cases), settings=settings, command=command), rows=[], runs=[]
+    )
+    weights = [sum(case.trace.prompt_len) + 2_000 * len(case.trace) for case in cases]
+    whole = sum(weights) or 1
+    expander: Expander | None = None
+    expanded: Trace | None = None
+    hits: dict[bytes, dict[int, int]] = {}
+    done_before: dict[bytes, tuple[Run, list[Row]]] = {}
+    done = 0
+    for (trace, config), weight in zip(cases, weights, strict=True):
+        share = config.engines if config.sharing == "partitioned" else 1
+        words = f"{trace.name} · {config.policy} · block {config.block_size}" + (
+            f" · {share} pools" if share > 1 else ""
+        )
+
+        def tell(part: float, words: str = words, done: int = done, weight: int = weight) -> None:
+            if report is not None:
+                report(words, (done + weight * part) / whole)
+
+        tell(0.0)
+        if trace is not expanded:
+            expander, expanded = Expander(trace), trace
+            hits.clear()
+            done_before.clear()
+            gc.collect()
+        assert expander is not None
+        bound: dict[int, int] | None = None
+        if with_optimum:
+            key = _same(
+                config, policy="", block_size=1, sharing="shared", engines=1, routing="sticky", eviction=""
+            )
+            found = hits.get(key)
+            bound = hits[key] = optimum(trace, config) if found is None else found
+        key = _same(config, block_size=1) if config.policy in WITHOUT_BLOCKS else b""
+        index = len(result.runs)
+        if key and key in done_before:
+            run, rows = done_before[key]
+            run = msgspec.structs.replace(run, block_size=config.block_size)
+            rows = [msgspec.structs.replace(row, block_size=config.block_size, run=index) for row in rows]
+        else:
+            outcome = replay(trace, config, expander=expander, index=index, hits_optimum=bound, progress=tell)
+            run, rows = outcome.run, outcome.rows
+            if with_max_live:
+                most = max_concurrent_sessions(trace, config, limit=max_live_limit, expander=expander)
+                rows = [msgspec.structs.replace(row, max_concurrent_sessions=most) for row in rows]
+            if key:
+                done_before[key] = run, rows
+        result.runs.append(run)
+        result.rows += rows
+        done += weight
+        tell(0.0, done=done)
+    result.meta.wall_s = round(time.perf_counter() - began, 3)
+    return result
+
+
+def _same(config: ReplayConfig, **blind: str | int) -> bytes:
+    """A key that is equal for configurations that differ in `blind` fields only."""
+    return msgspec.json.encode(msgspec.to_builtins(config) | blind)
+
+
+def _traces(cases: Sequence[Case]) -> list[TraceMeta]:
+    seen: dict[tuple[str, int], TraceMeta] = {}
+    for trace, config in cases:
+        seen.setdefault(
+            (trace.digest, len(trace)),
+            TraceMeta(
+                name=trace.name,
+                kind=trace.header.kind,
+                digest=trace.digest,
+                requests=len(trace),
+                prompt_tokens=sum(trace.prompt_len),
+                output_tokens=sum(trace.total) - sum(trace.prompt_len),
+                clock=clock(trace, config),
+                note=trace.header.note,
+            ),
+        )
+    return list(seen.values())
