@@ -7,7 +7,8 @@
     allocator, api's wire and client ---> nothing of ours
     benchmarks   ---> what they measure, so all but cli
 
-A room hands on its face in `__init__.py`; what starts with an underscore stays inside.
+A room hands on its face in `__init__.py`, and so does a folder within it that has one; what starts with an underscore
+stays inside. Rooms that see only faces import what a face's `__all__` names.
 """
 
 import ast
@@ -91,6 +92,23 @@ def _literal_head(node: ast.expr) -> str:
     return ""
 
 
+def face_of(target: str) -> frozenset[str] | None:
+    """What a room, or a folder within it (`replay.policies`), shows to those who see only faces; None for a module.
+
+    That is what its `__all__` names, and the folders within it.
+    """
+    folder = ROOT.joinpath(*target.split("."))
+    if not (folder / "__init__.py").exists():
+        return None
+    names = {each.parent.name for each in folder.glob("*/__init__.py")}
+    for node in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(to, ast.Name) and to.id == "__all__" for to in node.targets
+        ):
+            names |= set(ast.literal_eval(node.value))
+    return frozenset(names)
+
+
 def wrong_arrows(source: str, path: str) -> list[str]:
     """What `source`, as the file at `path`, imports from rooms it may not know, or from behind another room's face."""
     known = set(ARROWS)
@@ -118,8 +136,17 @@ def wrong_arrows(source: str, path: str) -> list[str]:
             ]
             if hidden:
                 faults.append(f"{each.at}: {hidden[0]} stays inside {other}")
-            if room in FACES_ONLY and inner:
-                faults.append(f"{each.at}: {room} sees only the face of {other}, not {target}")
+            if room in FACES_ONLY:
+                taken = each.names if rest else ()
+                face = face_of(target)
+                if face is None:
+                    faults.append(f"{each.at}: {room} sees only the face of {other}, not {target}")
+                else:
+                    faults += [
+                        f"{each.at}: {name} is not on the face of {target}"
+                        for name in taken
+                        if name not in face
+                    ]
     return faults
 
 
@@ -155,6 +182,8 @@ def _wrong_in(path: Path) -> list[str]:
         ("replay/engine.py", "from src.kvslot.allocator import Pool"),
         ("cli/ctl.py", "from kvslot.allocator import Pool"),
         ("cli/ctl.py", "from kvslot.replay.engine import Engine"),
+        ("cli/ctl.py", "from kvslot.replay import engine"),
+        ("cli/ctl.py", "from kvslot.replay.policies import slotted"),
         ("engines/vllm.py", "from kvslot.daemon import device"),
         ("benchmarks/core.py", "from kvslot.cli import ctl"),
         ("tests/core/test_pool.py", "from allocator import Pool"),
@@ -176,7 +205,8 @@ def test_a_wrong_import_is_seen(path: str, source: str) -> None:
             "from kvslot.allocator import Pool\nimport_module(f'kvslot.replay.policies.{name}')",
         ),
         ("replay/policies/ours.py", "from ._base import Policy\nfrom ..traces import read"),
-        ("cli/ctl.py", "from kvslot import __version__\nfrom kvslot.replay import play"),
+        ("cli/ctl.py", "from kvslot import __version__\nfrom kvslot.replay import load, policies"),
+        ("cli/ctl.py", "from kvslot.replay.policies import NAMES\nfrom . import _common"),
         ("daemon/main.py", "import kvslot\nkvslot.__version__"),
         ("tests/core/test_pool.py", "from kvslot.allocator import Pool\nfrom .naive import Twin"),
     ],
