@@ -143,6 +143,7 @@ class _Job:
         "refused",
         "request",
         "round",
+        "running",
         "total",
     )
 
@@ -162,8 +163,9 @@ class _Job:
         """Events carry it: those of an attempt that was preempted are stale."""
         self.admitted = False
         self.refused = False
-        self.base = 0.0
-        """When the present attempt's prompt was written: decoding counts from here."""
+        self.running = False
+        self.base: float | None = None
+        """When the present attempt's prompt was written: decoding counts from here.  None: not yet."""
         self.length = 0
         self.ask_at = 0
         self.capacity = 0
@@ -428,6 +430,8 @@ class _Engine:
             return
         pool.queue.popleft()
         self._check_admitted(pool, job, answer)
+        job.running = True
+        job.base = None
         pool.running += 1
         self.running += 1
         recorder.alloc_at.append(now)
@@ -468,8 +472,7 @@ class _Engine:
             recorder.refused_at.append(now)
             self._judge(pool, answer.needed, now)
             if recorder.held_at_first_refusal is None:
-                gauges = add_gauges([each.policy.gauges() for each in self.pools])
-                recorder.held_at_first_refusal = max(0, gauges.tokens_held - gauges.evictable)
+                recorder.held_at_first_refusal = self._distinct_live(now)
         if pool.running:
             pool.blocked = True
         else:
@@ -483,6 +486,28 @@ class _Engine:
             self.recorder.pseudo_oom_at.append(now)
         if any(each is not pool and room(each.policy.gauges(), watermark) >= needed for each in self.pools):
             self.recorder.elsewhere_at.append(now)
+
+    def _distinct_live(self, now: float) -> int:
+        """Distinct tokens of running requests: prompts in whole, outputs as far as they have come."""
+        keep, owner = self.trace.keep, self.trace.owner
+        reach: dict[tuple[int, int], int] = {}
+        for job in self.jobs.values():
+            if not job.running:
+                continue
+            end = job.prompt
+            if job.base is not None:
+                written = (
+                    int((now - job.base) / (self.config.decode_ms * 1e-3)) if self.config.decode_ms else 0
+                )
+                end = min(job.total, job.prompt + written)
+            j = job.request
+            while j >= 0:
+                if end > keep[j]:
+                    part = (job.round, j)
+                    reach[part] = max(reach.get(part, 0), end)
+                    end = keep[j]
+                j = owner[j]
+        return sum(end - keep[j] for (_, j), end in reach.items())
 
     def _drop(self, pool: _Pool, now: float) -> None:
         """The head of the line leaves without having run."""
@@ -502,6 +527,7 @@ class _Engine:
 
     def _plan(self, job: _Job) -> None:
         """The job decodes up to where it must ask, or to its end."""
+        assert job.base is not None
         to = min(job.ask_at, job.total)
         when = job.base + (to - job.prompt) * self.config.decode_ms * 1e-3
         # Asking is for the next token: a sequence that ends exactly there has nothing to ask.
@@ -551,6 +577,7 @@ class _Engine:
         job.pool.policy.abort(job.number, now)
         job.grow_ns += time.perf_counter_ns() - began
         job.attempt += 1
+        job.running = False
         job.pool.running -= 1
         self.running -= 1
         # Room that a preemption made is for the growth that forced it: the line waits for somebody to finish.

@@ -212,7 +212,8 @@ class Recorder:
         self.ideal = array("q")
         self.rounding = array("q")
         """Ideal hit less what is left of it after rounding down to the policy's granularity."""
-        self.output = array("q")
+        self.fresh = array("q")
+        """Tokens of the request, output included, that it does not inherit: what it adds to a cache."""
         # Per admission, restarts included.
         self.alloc_at = array("d")
         self.alloc_ns = array("q")
@@ -238,12 +239,12 @@ class Recorder:
         self.sampler = Sampler(now)
 
     def admitted(
-        self, now: float, number: int, prompt: int, output: int, hit: int, ideal: int, granularity: int
+        self, now: float, number: int, prompt: int, fresh: int, hit: int, ideal: int, granularity: int
     ) -> None:
         self.admitted_at.append(now)
         self.number.append(number)
         self.prompt.append(prompt)
-        self.output.append(output)
+        self.fresh.append(fresh)
         self.hit.append(hit)
         self.ideal.append(ideal)
         self.rounding.append(ideal % granularity)
@@ -282,7 +283,7 @@ def phases(recorder: Recorder, pool_tokens: int) -> dict[str, tuple[float, float
         return {}
     start, end = float(admitted[0]), recorder.end
     found = {"all": (start, end)}
-    fresh = np.cumsum(_ints(recorder.prompt) - _ints(recorder.ideal) + _ints(recorder.output))
+    fresh = np.cumsum(_ints(recorder.fresh))
     once, thrice = (
         int(np.searchsorted(fresh, limit, side="right")) for limit in (pool_tokens, 3 * pool_tokens)
     )

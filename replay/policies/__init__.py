@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 from kvslot.replay.policies._base import (
@@ -29,6 +30,7 @@ __all__ = [
     "Refused",
     "Room",
     "UnknownPolicy",
+    "available",
     "make",
     "register",
 ]
@@ -47,6 +49,11 @@ class UnknownPolicy(ValueError):
 def register(name: str, factory: Callable[[PolicyConfig], Policy]) -> None:
     """Add a policy of one's own under `name` (for tests and experiments); it takes precedence over ours."""
     _registered[name] = factory
+
+
+def available(name: str) -> bool:
+    """Whether this installation has the policy."""
+    return name in _registered or (name in NAMES and find_spec(f"kvslot.replay.policies.{name}") is not None)
 
 
 def make(name: str, config: PolicyConfig) -> Policy:

@@ -1,0 +1,190 @@
+"""Results for the eye: one table per trace and block size with one column a policy, and a summary in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvslot.replay.metrics import PHASES, Quantiles, ReplayResult, Row, Spread
+
+NOTHING_POINTS: Final = 0.5
+"""Differences below half a percentage point are called nothing."""
+
+NONE: Final = "-"
+
+
+def console() -> Console:
+    """Standard output; wide enough for five columns where it is not a terminal."""
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=max(out.width, 120))
+
+
+def _pct(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2f}"
+
+
+def _pcts(value: Spread) -> str:
+    return f"{value.mean:.2f} / {value.max:.2f}"
+
+
+def _slots(value: Spread) -> str:
+    return f"{value.mean:,.0f} / {value.max:,.0f}"
+
+
+def _us(value: Quantiles) -> str:
+    return f"{value.p50:.0f} / {value.p99:.0f} / {value.max:.0f}"
+
+
+def _int(value: int | None) -> str:
+    return NONE if value is None else f"{value:,}"
+
+
+LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
+    ("internal_fragmentation_pct  mean / max", lambda r: _pcts(r.internal_fragmentation_pct)),
+    ("reserved_pct  mean / max", lambda r: _pcts(r.reserved_pct)),
+    ("hit_tokens_pct", lambda r: _pct(r.hit_tokens_pct)),
+    ("  offline optimum", lambda r: _pct(r.hit_tokens_pct_optimum)),
+    ("  nothing ever evicted", lambda r: _pct(r.hit_tokens_pct_ideal)),
+    ("lost_hit_tokens", lambda r: _int(r.lost_hit_tokens)),
+    ("evicted_hit_tokens", lambda r: _int(r.evicted_hit_tokens)),
+    ("usable_pct", lambda r: _pct(r.usable_pct)),
+    ("refusals_per_hour", lambda r: f"{r.refusals_per_hour:,.1f}"),
+    ("pseudo_oom_per_hour", lambda r: f"{r.pseudo_oom_per_hour:,.1f}"),
+    ("preemptions", lambda r: _int(r.preemptions)),
+    ("never", lambda r: _int(r.never)),
+    ("max_concurrent_sessions", lambda r: _int(r.max_concurrent_sessions)),
+    ("alloc_us  p50 / p99 / max", lambda r: _us(r.alloc_us)),
+    ("cpu_us_per_request", lambda r: f"{r.cpu_us_per_request:,.0f}"),
+    ("extents_per_1k_tokens", lambda r: f"{r.extents_per_1k_tokens:.1f}"),
+    ("largest_free_run  mean / max", lambda r: _slots(r.largest_free_run)),
+    ("duplicate_tokens  mean / max", lambda r: _slots(r.duplicate_tokens)),
+    ("copied_tokens", lambda r: _int(r.copied_tokens)),
+    ("moved_tokens", lambda r: _int(r.moved_tokens)),
+)
+"""Names as `--json` has them, so that one can look up what the other says."""
+
+OPTIONAL: Final = frozenset(
+    {"max_concurrent_sessions", "never", "usable_pct", "copied_tokens", "moved_tokens"}
+)
+"""Lines left out where they say nothing for any policy."""
+
+
+def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False) -> None:
+    """One table per trace, block size, number of engines and pool; and per phase if asked."""
+    groups: dict[tuple[str, int, int, int, str], list[Row]] = {}
+    for row in result.rows:
+        if all_phases or row.phase == "all":
+            key = (row.trace, row.block_size, row.engines, row.pool_tokens, row.phase)
+            groups.setdefault(key, []).append(row)
+    for (trace, block_size, engines, pool, phase), rows in groups.items():
+        title = f"{trace} · blocks of {block_size} · {pool:,} slots · {rows[0].live} live"
+        if engines > 1:
+            title += f" · {engines} engines, {rows[0].routing} routing"
+        if phase != "all":
+            title += f" · {phase}: {PHASES[phase]}"
+        first = rows[0]
+        table = Table(title=title, title_justify="left", caption=_caption(first), caption_justify="left")
+        table.add_column("", no_wrap=True)
+        sharings = {row.sharing for row in rows}
+        for row in rows:
+            name = row.policy if len(sharings) == 1 else f"{row.policy}\n{row.sharing}"
+            table.add_column(
+                name, justify="right", no_wrap=True, style="bold" if row.policy == "slotted" else ""
+            )
+        for name, value in LINES:
+            cells = [value(row) for row in rows]
+            if name in OPTIONAL and all(cell in (NONE, "0") for cell in cells):
+                continue
+            table.add_row(name, *cells)
+        out.print()
+        out.print(table)
+
+
+def _caption(row: Row) -> str:
+    hours = (row.end_s - row.start_s) / 3600
+    return f"{row.requests:,} requests, {row.prompt_tokens:,} prompt tokens, {hours:.2f} h simulated"
+
+
+def print_summary(out: Console, result: ReplayResult) -> None:
+    """What slots, exact sharing and one pool were worth, in sentences; gains and nothings alike."""
+    lines = summary(result)
+    if lines:
+        out.print("\nIn short", style="bold")
+        for line in lines:
+            out.print(f"  · {line}", soft_wrap=False)
+
+
+def summary(result: ReplayResult) -> list[str]:
+    """The sentences of the summary, in the order of the tables."""
+    rows = {
+        (row.trace, row.block_size, row.engines, row.pool_tokens, row.sharing, row.policy): row
+        for row in result.rows
+        if row.phase == "all"
+    }
+    lines: list[str] = []
+    for (trace, block_size, engines, pool, sharing, policy), ours in rows.items():
+        if policy != "slotted":
+            continue
+        where = f"{trace}, blocks of {block_size}"
+
+        def other(
+            name: str,
+            of: str = sharing,
+            key: tuple[str, int, int, int] = (trace, block_size, engines, pool),
+        ) -> Row | None:
+            return rows.get((*key, of, name))
+
+        if engines > 1:
+            apart = other("slotted", "partitioned")
+            if sharing == "shared" and apart is not None:
+                lines.append(f"{where}, {engines} engines: {_pools(ours, apart)}")
+            continue
+        paged, hashed = other("paged"), other("hashed")
+        if paged is not None:
+            lines.append(f"{where}: {_waste(ours, paged)}")
+        if hashed is not None:
+            lines.append(f"{where}: {_hits(ours, hashed)}")
+    gaps = {
+        row.trace: row
+        for row in reversed(result.rows)
+        if row.policy == "slotted" and row.phase == "all" and row.engines == 1 and row.hit_tokens_pct_optimum
+    }
+    for trace, row in reversed(gaps.items()):
+        assert row.hit_tokens_pct_optimum is not None
+        gap = row.hit_tokens_pct_optimum - row.hit_tokens_pct
+        if gap >= NOTHING_POINTS:
+            lines.append(
+                f"{trace}: an eviction that knew the future would find {row.hit_tokens_pct_optimum:.1f} % of the "
+                f"prompt tokens, {row.eviction} with slots finds {row.hit_tokens_pct:.1f} %."
+            )
+    return lines
+
+
+def _waste(ours: Row, paged: Row) -> str:
+    a, b = ours.internal_fragmentation_pct.mean, paged.internal_fragmentation_pct.mean
+    if b - a < NOTHING_POINTS:
+        return (
+            f"exclusive blocks leave only {b:.1f} % of the used slots empty, slots {a:.1f} %: nothing gained."
+        )
+    return f"exclusive blocks leave {b:.1f} % of the used slots empty, slots {a:.1f} %."
+
+
+def _hits(ours: Row, hashed: Row) -> str:
+    a, b = ours.hit_tokens_pct, hashed.hit_tokens_pct
+    rounding = 100 * hashed.lost_hit_tokens / max(1, hashed.prompt_tokens)
+    tail = f"(full blocks only: {rounding:.1f} % of the prompt tokens lost to rounding)"
+    if abs(a - b) < NOTHING_POINTS:
+        return f"token-exact sharing finds {a:.1f} %, full blocks {b:.1f} %: nothing gained."
+    word = "more" if a > b else "LESS"
+    return f"token-exact sharing finds {word}: {a:.1f} % of the prompt tokens against {b:.1f} % {tail}."
+
+
+def _pools(shared: Row, apart: Row) -> str:
+    a, b = shared.hit_tokens_pct, apart.hit_tokens_pct
+    refused = f"; refusals an hour {shared.refusals_per_hour:,.0f} against {apart.refusals_per_hour:,.0f}"
+    if abs(a - b) < NOTHING_POINTS:
+        return f"one shared pool finds {a:.1f} %, a pool each {b:.1f} %: nothing gained{refused}."
+    return f"one shared pool finds {a:.1f} % of the prompt tokens, a pool each {b:.1f} %{refused}."

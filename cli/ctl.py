@@ -1,0 +1,82 @@
+"""`kvslotctl`: the command line for all that is not the daemon itself.
+
+Each subcommand is a module of this room with `add(subparsers)`, which describes its options and sets `handler`, a
+function from the parsed arguments to an exit code.  Modules load what they need when their handler runs, so that
+`--help` and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+from typing import Final
+
+from kvslot import __version__
+from kvslot.cli import _common
+
+COMMANDS: Final = ("replay", "bench")
+"""Modules of this room, in the order of the help."""
+
+DESCRIPTION: Final = (
+    "kvslot: a shared KV-cache pool for LLM servers, with slots for tokens inside every block."
+)
+
+EPILOG: Final = f"""\
+examples:
+  kvslotctl replay --demo                      what slots, sharing and one pool are worth, in about a minute
+  kvslotctl replay mix200_a --policy all       one recorded trace under all policies
+  kvslotctl replay --help                      all options of a command
+  kvslotctl --print-completion bash            completion for your shell (bash, zsh, tcsh)
+
+{_common.EXIT_CODES}"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line, with every command this installation has."""
+    top = argparse.ArgumentParser(
+        prog="kvslotctl",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"kvslotctl {__version__}")
+    _add_completion(top)
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = f"kvslot.cli.{name}"
+        try:
+            add = import_module(module).add
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            continue  # a build without this command
+        add(commands)
+    return top
+
+
+def _add_completion(top: argparse.ArgumentParser) -> None:
+    import shtab
+
+    shtab.add_argument_to(top, ["--print-completion"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit code is returned.  argparse exits by itself on --help and wrong usage."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.handler(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _common.INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone (`| head`): nobody to tell.  Keep the interpreter from flushing into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _common.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

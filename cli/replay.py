@@ -1,0 +1,395 @@
+"""`kvslotctl replay`: recorded traces through every way of managing a KV cache, as a table, JSON and a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvslot.cli import _common
+
+if TYPE_CHECKING:
+    from kvslot.replay import Case, ReplayConfig, ReplayResult, Trace
+
+DESCRIPTION: Final = """\
+Replay recorded serving traces through a policy of managing the KV cache and print what it costs and finds: one table
+per trace and block size, one column a policy. Time is simulated, the policies are real code on the trace's token ids.
+TRACE is a .kvs.gz file or the name of a bundled trace (--list)."""
+
+EPILOG: Final = f"""\
+examples:
+  kvslotctl replay --demo
+  kvslotctl replay mix200_a --policy all --pool-tokens 400000
+  kvslotctl replay sgd_a mtbench101_a --policy paged slotted --block-size 16 64 528 2048
+  kvslotctl replay sharegpt_a --policy slotted --engines 4 --routing random --sharing both
+  kvslotctl replay mix200_a --policy slotted --hours 72 --no-optimum --json=long.json
+  kvslotctl replay my.kvs.gz --policy all --json --html=report.html > rows.json
+
+{_common.EXIT_CODES}"""
+
+DEMO_FOLDER: Final = Path("build/replay")
+
+
+def add(subparsers: _common.Subparsers) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="replay recorded serving traces and compare policies",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(handler=run)
+    parser.add_argument(
+        "traces", nargs="*", metavar="TRACE", help="a .kvs.gz file, or the name of a bundled trace"
+    )
+    parser.add_argument("--list", action="store_true", help="list the bundled traces and leave")
+    parser.add_argument(
+        "--demo", action="store_true", help="a selection that shows gains and nothings, about a minute"
+    )
+
+    what = parser.add_argument_group("what is compared")
+    what.add_argument(
+        "--policy",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="contiguous, paged, hashed, token, slotted, or all (default)",
+    )
+    what.add_argument(
+        "--block-size", nargs="+", type=_count, default=[16], metavar="N", help="slots a block (16)"
+    )
+    size = what.add_mutually_exclusive_group()
+    size.add_argument(
+        "--pool-tokens", type=_count, metavar="N", help="slots in the pool, all engines together"
+    )
+    size.add_argument(
+        "--pool-factor",
+        type=_positive,
+        default=1.5,
+        metavar="F",
+        help="pool as a multiple of the most distinct tokens that run at once (1.5)",
+    )
+    what.add_argument("--eviction", choices=("lru", "s3fifo"), default="lru", help="order of eviction (lru)")
+    what.add_argument(
+        "--watermark", type=_share, default=0.02, metavar="F", help="held back from new requests (0.02)"
+    )
+    what.add_argument("--engines", type=_count, default=1, metavar="N", help="engines that take requests (1)")
+    what.add_argument(
+        "--routing", choices=("sticky", "random"), default="sticky", help="who takes a request (sticky)"
+    )
+    what.add_argument(
+        "--sharing",
+        choices=("shared", "partitioned", "both"),
+        default="shared",
+        help="one pool for all engines, or an N-th of the memory for each (shared)",
+    )
+
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--live", type=_count, default=64, metavar="N", help="sequences that run at once at most (64)"
+    )
+    load.add_argument(
+        "--hours", type=_positive, metavar="H", help="go round the trace with new sessions for H hours"
+    )
+    load.add_argument(
+        "--rate", type=_positive, metavar="R", help="R requests a second, Poisson, in place of the clock"
+    )
+    load.add_argument(
+        "--closed-loop", action="store_true", help="no clock: as many requests as --live allows"
+    )
+    load.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of a trace")
+    load.add_argument(
+        "--prefill-us", type=_positive, default=100.0, metavar="T", help="per prompt token (100)"
+    )
+    load.add_argument("--decode-ms", type=_positive, default=20.0, metavar="T", help="per output token (20)")
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="for routing and --rate (0)")
+    load.add_argument(
+        "--via", choices=("inproc",), default="inproc", help="how the policy is reached: in this process"
+    )
+
+    out = parser.add_argument_group("output")
+    _common.add_json(out)  # type: ignore[arg-type]
+    out.add_argument("--html", metavar="FILE", help="write a self-contained page with plots")
+    out.add_argument("--phases", action="store_true", help="a table for every phase, not only the whole run")
+    out.add_argument("--no-optimum", action="store_true", help="skip the offline optimum")
+    out.add_argument(
+        "--max-live-search",
+        nargs="?",
+        type=_count,
+        const=1024,
+        metavar="LIMIT",
+        help="search for max_concurrent_sessions up to LIMIT (1024): some ten more runs each",
+    )
+
+
+def _count(text: str) -> int:
+    value = int(text.replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more and below 1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: exit code."""
+    from kvslot.replay import PolicyFault, TraceError
+
+    try:
+        if arguments.list:
+            return _list()
+        if arguments.demo:
+            return _demo(arguments)
+        if not arguments.traces:
+            return _usage("name a TRACE, or ask for --demo or --list")
+        return _replay(arguments)
+    except TraceError as error:
+        print(f"kvslotctl replay: {error}", file=sys.stderr)
+        return _common.BAD_INPUT
+    except PolicyFault as error:
+        print(f"kvslotctl replay: a policy broke its contract: {error}", file=sys.stderr)
+        return _common.FAULT
+    except OSError as error:
+        print(f"kvslotctl replay: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return _common.BAD_INPUT
+
+
+def _usage(problem: str) -> int:
+    print(f"kvslotctl replay: {problem}. See kvslotctl replay --help", file=sys.stderr)
+    return _common.USAGE
+
+
+def _list() -> int:
+    from rich.table import Table
+
+    from kvslot.cli._tables import console
+    from kvslot.replay import bundled, load
+
+    table = Table(title="Bundled traces", title_justify="left", box=None, pad_edge=False)
+    for title, justify in (
+        ("name", "left"),
+        ("kind", "left"),
+        ("requests", "right"),
+        ("prompt tokens", "right"),
+    ):
+        table.add_column(title, justify=justify, no_wrap=title == "name")  # type: ignore[arg-type]
+    table.add_column("longest", justify="right")
+    table.add_column("clock")
+    for name, path in bundled().items():
+        trace = load(path)
+        table.add_row(
+            name,
+            trace.header.kind,
+            f"{len(trace):,}",
+            f"{sum(trace.prompt_len):,}",
+            f"{trace.max_length:,}",
+            "order only" if trace.t is None else f"{trace.t[-1] - trace.t[0]:,.0f} s",
+        )
+    console().print(table)
+    return _common.OK
+
+
+def _policies(names: list[str]) -> list[str]:
+    """The policies asked for, in the table's order.  Raises ValueError for an unknown one."""
+    from kvslot.replay.policies import NAMES, available
+
+    wanted = [part for name in names for part in name.split(",") if part]
+    unknown = [name for name in wanted if name not in (*NAMES, "all")]
+    if unknown:
+        raise ValueError(f"no policy is called {unknown[0]}; there are {', '.join(NAMES)} and all")
+    return [name for name in NAMES if ("all" in wanted and available(name)) or name in wanted]
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from kvslot.replay import Case, find, load, peak_live_tokens, run_cases
+
+    try:
+        policies = _policies(arguments.policy)
+        cases: list[Case] = []
+        for name in arguments.traces:
+            trace = load(find(name))
+            if arguments.requests:
+                trace = trace.head(arguments.requests)
+            for block_size in arguments.block_size:
+                base = _config(arguments, block_size)
+                if arguments.pool_tokens is None:
+                    peak = peak_live_tokens(trace, base)
+                    base = _resize(base, int(arguments.pool_factor * peak))
+                for sharing in (
+                    ("shared", "partitioned") if arguments.sharing == "both" else (arguments.sharing,)
+                ):
+                    cases += [
+                        Case(trace, _replace(base, policy=policy, sharing=sharing)) for policy in policies
+                    ]
+        with _common.Bar() as bar:
+            result = run_cases(
+                cases,
+                seed=arguments.seed,
+                settings=_settings(arguments),
+                with_optimum=not arguments.no_optimum,
+                with_max_live=arguments.max_live_search is not None,
+                max_live_limit=arguments.max_live_search or 1024,
+                report=bar.report,
+            )
+    except ValueError as error:
+        from kvslot.replay import TraceError
+
+        if isinstance(error, TraceError):
+            raise
+        return _usage(str(error))
+    _show(result, arguments)
+    return _common.OK
+
+
+def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
+    from kvslot.replay import ReplayConfig
+
+    return ReplayConfig(
+        policy="slotted",
+        block_size=block_size,
+        # Where the pool's size is yet to be found, anything that is large enough.
+        pool_tokens=arguments.pool_tokens or 1 << 40,
+        live=arguments.live,
+        hours=arguments.hours,
+        rate=arguments.rate,
+        closed_loop=arguments.closed_loop,
+        engines=arguments.engines,
+        routing=arguments.routing,
+        eviction=arguments.eviction,
+        watermark=arguments.watermark,
+        prefill_us=arguments.prefill_us,
+        decode_ms=arguments.decode_ms,
+        seed=arguments.seed,
+    )
+
+
+def _replace(config: ReplayConfig, **changes: object) -> ReplayConfig:
+    import msgspec
+
+    return msgspec.structs.replace(config, **changes)
+
+
+def _resize(config: ReplayConfig, pool_tokens: int) -> ReplayConfig:
+    """A pool of that many tokens, but no fewer than make sense of the block size."""
+    return _replace(config, pool_tokens=max(pool_tokens, 4 * config.block_size * config.engines))
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bool | None]:
+    names = (
+        "pool_tokens",
+        "pool_factor",
+        "live",
+        "hours",
+        "rate",
+        "closed_loop",
+        "requests",
+        "engines",
+        "routing",
+        "eviction",
+        "watermark",
+        "prefill_us",
+        "decode_ms",
+        "via",
+    )
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _show(result: ReplayResult, arguments: argparse.Namespace) -> None:
+    """Table, JSON and page, as asked for."""
+    from kvslot.cli._tables import console, print_tables
+
+    if arguments.json is not None:
+        _common.write_json(result.to_json(), arguments.json)
+    if arguments.json != "-":
+        print_tables(console(), result, all_phases=arguments.phases)
+    if arguments.html:
+        _write_page(Path(arguments.html), result)
+
+
+def _write_page(path: Path, result: ReplayResult) -> None:
+    from kvslot.replay.report import write_html
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_html(path, result)
+
+
+# --- The demo ----------------------------------------------------------------------------------------------------
+
+
+def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
+    """Traces on which slots, token-exact sharing and one pool are worth much, little and nothing."""
+    from kvslot.replay import Case, ReplayConfig, find, load
+
+    def each(trace: Trace, pool_tokens: int, block_sizes: tuple[int, ...], **changes: object) -> list[Case]:
+        return [
+            Case(
+                trace,
+                _replace(
+                    ReplayConfig(policy=policy, block_size=block_size, pool_tokens=pool_tokens, seed=seed),
+                    **changes,
+                ),
+            )
+            for block_size in block_sizes
+            for policy in policies
+        ]
+
+    cases = each(load(find("mix200_a")), 400_000, (16, 64, 528))
+    cases += each(load(find("sgd_a")), 30_000, (16, 64))
+    cases += each(load(find("mooncake_conversation_a")).head(1200), 2_000_000, (16, 2048))
+    four = load(find("taubench_airline_a"))
+    for sharing in ("partitioned", "shared"):
+        cases += [
+            Case(
+                four,
+                ReplayConfig(
+                    policy=policy,
+                    block_size=16,
+                    pool_tokens=300_000,
+                    engines=4,
+                    routing="random",
+                    sharing=sharing,
+                    seed=seed,
+                ),
+            )
+            for policy in policies
+            if policy in ("hashed", "slotted")
+        ]
+    return cases
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from kvslot.cli._tables import console, print_summary, print_tables
+    from kvslot.replay import run_cases
+
+    policies = _policies(["all"])
+    cases = _demo_cases(arguments.seed, policies)
+    with _common.Bar() as bar:
+        result = run_cases(cases, seed=arguments.seed, settings={"demo": True}, report=bar.report)
+    out = console()
+    as_json = Path(arguments.json) if arguments.json not in (None, "-") else DEMO_FOLDER / "demo.json"
+    page = Path(arguments.html) if arguments.html else DEMO_FOLDER / "demo.html"
+    if arguments.json == "-":
+        _common.write_json(result.to_json(), "-")
+    else:
+        print_tables(out, result, all_phases=arguments.phases)
+        print_summary(out, result)
+        result.write_json(as_json)
+        out.print(f"\nAll rows: {as_json}")
+    _write_page(page, result)
+    if arguments.json != "-":
+        out.print(f"The page:  {page}")
+    return _common.OK
