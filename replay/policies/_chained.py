@@ -50,8 +50,8 @@ class Table:
         """Keys of the sequence's first full blocks, as far as anyone needed them yet."""
         self.hit = hit
         """Tokens found cached when it was allocated; a multiple of the block size."""
-        self.published = len(blocks[:hit]) if hit == 0 else 0
-        """Leading blocks that have their key in the index (set by the pool)."""
+        self.published = len(blocks)
+        """Leading blocks that have their key in the index."""
 
 
 class Shortage:
