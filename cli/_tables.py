@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from kvslot.replay.metrics import PHASES, Quantiles, ReplayResult, Row, Spread
+from kvslot.replay import PHASES, Quantiles, ReplayResult, Row, Spread
 
 NOTHING_POINTS: Final = 0.5
 """Differences below half a percentage point are called nothing."""
@@ -85,22 +85,29 @@ def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False
             title += f" · {engines} engines, {rows[0].routing} routing"
         if phase != "all":
             title += f" · {phase}: {PHASES[phase]}"
-        first = rows[0]
-        table = Table(title=title, title_justify="left", caption=_caption(first), caption_justify="left")
-        table.add_column("", no_wrap=True)
-        sharings = {row.sharing for row in rows}
-        for row in rows:
-            name = row.policy if len(sharings) == 1 else f"{row.policy}\n{row.sharing}"
-            table.add_column(
-                name, justify="right", no_wrap=True, style="bold" if row.policy == "slotted" else ""
-            )
-        for name, value in LINES:
-            cells = [value(row) for row in rows]
-            if name in OPTIONAL and all(cell in (NONE, "0") for cell in cells):
-                continue
+        both = len({row.sharing for row in rows}) > 1
+        if both:
+            # What is to be compared stands side by side, and a table fits 120 columns.
+            order = {row.policy: at for at, row in reversed(list(enumerate(rows)))}
+            rows = sorted(rows, key=lambda row: (order[row.policy], row.sharing))
+        width = 4 if both else 5
+        for first in range(0, len(rows), width):
+            out.print()
+            out.print(_table(title if first == 0 else "", rows[first : first + width], both=both))
+        out.print(_caption(rows[0]))
+
+
+def _table(title: str, rows: list[Row], *, both: bool) -> Table:
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        name = f"{row.policy}\n{row.sharing}" if both else row.policy
+        table.add_column(name, justify="right", no_wrap=True, style="bold" if row.policy == "slotted" else "")
+    for name, value in LINES:
+        cells = [value(row) for row in rows]
+        if name not in OPTIONAL or any(cell not in (NONE, "0") for cell in cells):
             table.add_row(name, *cells)
-        out.print()
-        out.print(table)
+    return table
 
 
 def _caption(row: Row) -> str:

@@ -317,14 +317,7 @@ def _show(result: ReplayResult, arguments: argparse.Namespace) -> None:
     if arguments.json != "-":
         print_tables(console(), result, all_phases=arguments.phases)
     if arguments.html:
-        _write_page(Path(arguments.html), result)
-
-
-def _write_page(path: Path, result: ReplayResult) -> None:
-    from kvslot.replay.report import write_html
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_html(path, result)
+        result.write_html(Path(arguments.html))
 
 
 # --- The demo ----------------------------------------------------------------------------------------------------
@@ -389,7 +382,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         print_summary(out, result)
         result.write_json(as_json)
         out.print(f"\nAll rows: {as_json}")
-    _write_page(page, result)
+    result.write_html(page)
     if arguments.json != "-":
         out.print(f"The page:  {page}")
     return _common.OK

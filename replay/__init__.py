@@ -14,7 +14,7 @@ from kvslot.replay.engine import (
     peak_live_tokens,
     replay,
 )
-from kvslot.replay.metrics import PHASES, ReplayResult, Row, Run
+from kvslot.replay.metrics import PHASES, Quantiles, ReplayResult, Row, Run, Spread
 from kvslot.replay.traces import Expander, Trace, TraceError, bundled, find, load
 
 __all__ = [
@@ -23,10 +23,12 @@ __all__ = [
     "Expander",
     "Outcome",
     "PolicyFault",
+    "Quantiles",
     "ReplayConfig",
     "ReplayResult",
     "Row",
     "Run",
+    "Spread",
     "Trace",
     "TraceError",
     "bundled",

@@ -238,6 +238,13 @@ class ReplayResult(msgspec.Struct, kw_only=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.to_json())
 
+    def write_html(self, path: Path) -> None:
+        """One self-contained page: what was replayed, the tables, plots over time, pictures of the pool."""
+        from kvslot.replay.report import write_html
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_html(path, self)
+
 
 def machine() -> Machine:
     """What the measured times were measured on."""
