@@ -1,1 +1,60 @@
-"""The core: pages of slots and a shared prefix tree. Pure Python, no I/O, no clock, no asyncio."""
+"""The core: slotted blocks and the shared prefix tree.  Pure functions on plain values; see `pool.Pool`."""
+
+from kvslot.allocator.audit import audit
+from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
+from kvslot.allocator.moves import Move
+from kvslot.allocator.pool import Pool
+from kvslot.allocator.results import (
+    UNLIMITED,
+    Admitted,
+    Committed,
+    Copy,
+    Forked,
+    Grown,
+    Later,
+    Never,
+    PoolConfig,
+    PoolStatistics,
+    Preempt,
+    Pressure,
+    Push,
+    Ready,
+    Reason,
+    Space,
+    blocks_of,
+)
+from kvslot.allocator.sessions import Life, Session
+from kvslot.allocator.slots import Journal, State
+
+__all__ = [
+    "UNLIMITED",
+    "Admitted",
+    "BadRequest",
+    "Committed",
+    "Copy",
+    "EndedHandle",
+    "ForeignHandle",
+    "Forked",
+    "Grown",
+    "Journal",
+    "Later",
+    "Life",
+    "Move",
+    "Never",
+    "OutOfTurn",
+    "Pool",
+    "PoolConfig",
+    "PoolStatistics",
+    "Preempt",
+    "Pressure",
+    "Push",
+    "Ready",
+    "Reason",
+    "Refusal",
+    "Session",
+    "Space",
+    "State",
+    "UnknownHandle",
+    "audit",
+    "blocks_of",
+]

@@ -1,0 +1,474 @@
+"""Who gets memory next: OK, LATER with a ticket, or NEVER; growth before new requests; pressure before preemption.
+
+    new request    need + held back <= free + evictable, where held back =
+                       watermark (waived while nothing runs) + what waiting growth needs + the oldest ticket's need
+    growth         need + what older growth needs <= free + evictable
+
+Only memory that can be handed out now counts.  Fenced memory is coming free: where it would do, nothing is evicted for
+`fence_patience` seconds of the ticket's age.  Every LATER carries a ticket; it keeps its age until its session ends or
+withdraws it, or until `ticket_grace` after Ready was pushed.
+
+When growth cannot be served and nothing is coming free, Pressure asks all sessions for their second runs; after
+`reclaim_patience` victims are named one at a time among the sequences under the limit that binds: lowest priority
+first, then youngest, never the oldest.  A session that has not answered by the deadline gets LATER(preempt_first) for
+new work and the next victim is named.  So the oldest sequence goes on as long as it fits alone and the others answer or die.
+
+A request for one long run that finds memory scattered gets a window: the stretch of the pool with the least in its way
+is set aside (state reserved) as it becomes free, evicting what nobody holds.  One window per pool at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle
+from kvslot.allocator.results import Later, Never, Preempt, Pressure, Ready, Reason
+from kvslot.allocator.sessions import Life, Sequence, Session
+from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED
+
+if TYPE_CHECKING:
+    from kvslot.allocator.pool import Pool
+
+TICKETS_PER_SESSION = 1024  # a session that asks more often without coming back is using tickets wrongly
+REPLAN_AFTER = 0.05  # seconds between two looks for a window: planning costs O(nodes)
+
+
+class Ticket(msgspec.Struct, gc=False, eq=False):
+    """A place in the queue."""
+
+    handle: int
+    session: Session
+    need: int
+    created: float
+    sequence: Sequence | None = None  # of a growth ticket
+    contiguous: bool = False
+    ready: float = -1.0  # when Ready was pushed
+
+
+class Window(msgspec.Struct, gc=False, eq=False):
+    """Slots [start, stop) being cleared for a ticket; `held` of them are reserved."""
+
+    ticket: Ticket
+    start: int
+    stop: int
+    blockers: list[int]  # nodes inside
+    held: int = 0
+    stretches: list[tuple[int, int]] = []  # the reserved (slot, length), as they came
+
+    def hold(self, slot: int, length: int) -> None:
+        self.held += length
+        self.stretches.append((slot, length))
+
+
+class Admission:
+    """The queue of one pool.  `busy` is true while anybody waits."""
+
+    __slots__ = ("_planned", "busy", "growth", "growth_need", "named", "pool", "pressed", "waiting", "window")
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.busy = False
+        self.waiting: OrderedDict[int, Ticket] = OrderedDict()  # new requests, oldest first
+        self.growth: dict[int, Ticket] = {}  # sequence handle -> its growth ticket; few, so scanned
+        self.growth_need = 0
+        self.window: Window | None = None
+        self.pressed = -1.0  # when Pressure was pushed in the present shortage
+        self.named: dict[int, float] = {}  # victims named in it: sequence -> deadline
+        self._planned = -1.0
+
+    # -- new requests ------------------------------------------------------------------------------------------
+
+    def admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:
+        """None when the request may take `need` slots now (evicting what is missing), else the refusal."""
+        pool = self.pool
+        mine = self._mine(session, ticket)
+        if any(deadline < now for deadline in session.owes.values()):
+            return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST)
+        if session.charged + need > session.quota:
+            return self.refuse(session, need, now, ticket, Reason.QUOTA)
+        free, evictable = pool.runs.total, pool.tree.evictable
+        own_window = self.window if self.window is not None and self.window.ticket is mine else None
+        if own_window is not None:
+            free += own_window.held
+        watermark = pool.watermark if pool.sequences else 0
+        held = self._held(mine) + watermark
+        coming = self.coming_free()
+        if need + held > free + evictable:
+            if need + watermark <= free + evictable:
+                reason = Reason.TURN
+            elif need + held <= free + evictable + coming:
+                reason = Reason.FENCED
+            else:
+                reason = Reason.MEMORY
+            return self.refuse(session, need, now, ticket, reason, contiguous=contiguous)
+        patience = pool.config.fence_patience
+        if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
+            return self.refuse(session, need, now, ticket, Reason.FENCED, contiguous=contiguous)
+        if contiguous and pool.runs.longest() < need:
+            if own_window is None or own_window.held < own_window.stop - own_window.start:
+                later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
+                self._clear(self.waiting[later.ticket], now)
+                if self.window is None or self.window.held < need:
+                    return later
+                mine = self.waiting[later.ticket]
+            self._drop_window()
+        if mine is not None:
+            self._remove(mine)
+        return None
+
+    def refuse(
+        self,
+        session: Session,
+        need: int,
+        now: float,
+        ticket: int,
+        reason: Reason,
+        sequence: Sequence | None = None,
+        contiguous: bool = False,
+    ) -> Later:
+        """LATER with the figures of the limit that binds; makes the ticket where there is none yet."""
+        pool = self.pool
+        mine = self._mine(session, ticket) if ticket else None
+        if sequence is not None:
+            mine = self.growth.get(sequence.handle, mine)
+        if mine is None:
+            waiting = sum(t.session is session for t in self.waiting.values()) if len(self.waiting) >= TICKETS_PER_SESSION else 0
+            if waiting >= TICKETS_PER_SESSION:
+                raise BadRequest(f"{waiting} tickets are waiting for this session; come back with one of them")
+            mine = Ticket(pool._handle(), session, need, now, sequence, contiguous)
+            if sequence is None:
+                self.waiting[mine.handle] = mine
+            else:
+                self.growth[sequence.handle] = mine
+                self.growth_need += need
+        elif mine.need != need:
+            if mine.sequence is not None:
+                self.growth_need += need - mine.need
+            mine.need = need
+        mine.ready = -1.0
+        self.busy = True
+        coming = self.coming_free()
+        free, evictable = pool.runs.total, pool.tree.evictable
+        if reason == Reason.QUOTA:
+            free, coming, evictable = max(0, session.quota_left()), session.fenced, 0
+        retry = pool.config.fence_patience if reason == Reason.FENCED else 0.1
+        stalled: tuple[int, ...] = ()
+        if reason == Reason.STALLED:
+            stalled = tuple(self._stalled_sessions(now))
+        return Later(mine.handle, reason, need, free, coming, evictable, max(1, int(retry * 1000)), stalled)
+
+    def coming_free(self) -> int:
+        """Fenced slots of sessions whose steps still complete."""
+        fenced = self.pool.ledger.counts[FENCED]
+        if fenced:
+            fenced -= sum(s.fenced for s in self.pool.sessions.values() if s.stalled or s.life != Life.LIVE)
+        return max(0, fenced)
+
+    def held_back(self) -> int:
+        """Slots a new request must leave."""
+        return (self.pool.watermark if self.pool.sequences else 0) + self._held(None)
+
+    def _held(self, mine: Ticket | None) -> int:
+        held = self.growth_need
+        if self.waiting:
+            oldest = next(iter(self.waiting.values()))
+            if oldest is not mine:
+                window = self.window
+                held += oldest.need - (window.held if window is not None and window.ticket is oldest else 0)
+        return held
+
+    # -- growth ------------------------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, need: int, now: float, ticket: int) -> Later | Never | None:
+        """None when a running sequence may take `need` slots now; else LATER, or NEVER when it is the last one left."""
+        pool = self.pool
+        session = sequence.session
+        if ticket:
+            self._mine(session, ticket)
+        mine = self.growth.get(sequence.handle)
+        deadline = session.owes.get(sequence.handle)
+        if deadline is not None and deadline < now:
+            return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
+        if session.charged + need > session.quota:
+            return self._starve(sequence, need, now, ticket, Reason.QUOTA)
+        older = sum(t.need for h, t in self.growth.items() if h < sequence.handle) if self.growth else 0
+        free, evictable = pool.runs.total, pool.tree.evictable
+        coming = self.coming_free()
+        if need + older > free + evictable:
+            if coming and need + older <= free + evictable + coming:
+                return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
+            return self._starve(sequence, need, now, ticket, Reason.MEMORY)
+        patience = pool.config.fence_patience
+        if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
+            return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
+        if mine is not None:
+            self._remove(mine)
+        if not self.growth:
+            self._relax()
+        return None
+
+    def _starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
+        """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
+        session = sequence.session
+        scope = self._scope(session, reason)
+        if len(scope) == 1 and not (reason == Reason.QUOTA and session.fenced):
+            mine = self.growth.get(sequence.handle)
+            if mine is not None:
+                self._remove(mine)
+            limit = min(session.quota, self.pool.usable)
+            return Never(sequence.capacity + need, limit)
+        self.refuse(session, need, now, ticket, reason, sequence)
+        self._escalate(scope, now)
+        if self._stuck(scope, now):
+            reason = Reason.STALLED
+        return self.refuse(session, need, now, ticket, reason, sequence)
+
+    def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
+        """The sequences under the limit that binds, oldest first."""
+        if reason == Reason.QUOTA:
+            return list(session.sequences.values())
+        return list(self.pool.sequences.values())
+
+    def _escalate(self, scope: list[Sequence], now: float) -> None:
+        pool = self.pool
+        if self.pressed < 0:
+            self.pressed = now
+            asked: set[int] = set()
+            for sequence in scope:
+                session = sequence.session
+                second = sequence.capacity - sequence.length > pool.quantum
+                if second and session.life == Life.LIVE and session.handle not in asked:
+                    asked.add(session.handle)
+                    pool.pushes.append(Pressure(session.handle))
+            if asked:
+                return
+        if now - self.pressed < pool.config.reclaim_patience and self.pressed != now:
+            return
+        if any(deadline >= now and handle in pool.sequences for handle, deadline in self.named.items()):
+            return  # a victim still has time to answer
+        victim: Sequence | None = None
+        for sequence in scope[1:]:
+            if sequence.handle in self.named or sequence.session.life != Life.LIVE:
+                continue
+            if victim is None or (sequence.priority, -sequence.handle) < (victim.priority, -victim.handle):
+                victim = sequence
+        if victim is None:
+            return
+        deadline = now + pool.config.preempt_deadline
+        self.named[victim.handle] = deadline
+        victim.session.owes[victim.handle] = deadline
+        pool.pushes.append(Preempt(victim.session.handle, victim.handle, deadline))
+
+    def _stuck(self, scope: list[Sequence], now: float) -> bool:
+        """Whether all but the oldest of the scope are past their deadline, stalled or lost."""
+        return all(
+            self.named.get(s.handle, now) < now or s.session.stalled or s.session.life != Life.LIVE for s in scope[1:]
+        )
+
+    def _stalled_sessions(self, now: float) -> list[int]:
+        pool = self.pool
+        return sorted(
+            {
+                s.session.handle
+                for s in pool.sequences.values()
+                if self.named.get(s.handle, now) < now or s.session.stalled or s.session.life != Life.LIVE
+            }
+        )
+
+    def _relax(self) -> None:
+        """The shortage is over: victims not taken are spared."""
+        if self.pressed < 0:
+            return
+        self.pressed = -1.0
+        for handle in self.named:
+            sequence = self.pool.sequences.get(handle)
+            if sequence is not None:
+                sequence.session.owes.pop(handle, None)
+        self.named.clear()
+
+    # -- tickets -----------------------------------------------------------------------------------------------
+
+    def withdraw(self, session: Session, ticket: int) -> None:
+        """Gives a ticket up."""
+        mine = self._mine(session, ticket)
+        if mine is None:
+            raise EndedHandle(f"ticket {ticket} has ended")
+        self._remove(mine)
+
+    def pump(self, now: float) -> None:
+        """After memory came back or time went by: pushes Ready, ends unused tickets, names the next victim."""
+        pool = self.pool
+        grace = pool.config.ticket_grace
+        for held in [t for t in (*self.growth.values(), *self.waiting.values()) if 0 <= t.ready < now - grace]:
+            self._remove(held)
+        if self.window is not None:
+            self._evict_blockers(self.window)
+        free, evictable = pool.runs.total, pool.tree.evictable
+        left = free + evictable
+        for handle in sorted(self.growth):
+            ticket = self.growth[handle]
+            left -= ticket.need
+            if left < 0:
+                self._starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
+                break
+            if ticket.ready < 0 and ticket.session.charged + ticket.need <= ticket.session.quota:
+                ticket.ready = now
+                pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
+        for ticket in self.waiting.values():
+            # Only the head of the queue, but for those who wait for their own quota or own window.
+            watermark = pool.watermark if pool.sequences else 0
+            reserved = self.window.held if self.window is not None and self.window.ticket is ticket else 0
+            fits = ticket.need + watermark + self.growth_need <= free + evictable + reserved
+            fits = fits and ticket.session.charged + ticket.need <= ticket.session.quota
+            if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
+                self._clear(ticket, now)
+                fits = self.window is not None and self.window.ticket is ticket and self.window.held >= ticket.need
+            if fits and ticket.ready < 0:
+                ticket.ready = now
+                pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
+            if ticket.session.charged + ticket.need <= ticket.session.quota:
+                break
+
+    def forget_session(self, session: Session) -> None:
+        """A session ended or was lost: its tickets and debts go."""
+        for ticket in [t for t in (*self.growth.values(), *self.waiting.values()) if t.session is session]:
+            self._remove(ticket)
+        session.owes.clear()
+
+    def forget_sequence(self, handle: int) -> None:
+        """A sequence ended: its growth ticket and its place among the victims go."""
+        ticket = self.growth.get(handle)
+        if ticket is not None:
+            self._remove(ticket)
+        self.named.pop(handle, None)
+        if not self.growth:
+            self._relax()
+
+    def _mine(self, session: Session, handle: int) -> Ticket | None:
+        if not handle:
+            return None
+        ticket = self.waiting.get(handle)
+        if ticket is None:
+            ticket = next((t for t in self.growth.values() if t.handle == handle), None)
+        if ticket is not None and ticket.session is not session:
+            raise ForeignHandle(f"ticket {handle} belongs to another session")
+        return ticket  # an ended ticket is none: the request simply queues anew
+
+    def _remove(self, ticket: Ticket) -> None:
+        if ticket.sequence is not None:
+            if self.growth.pop(ticket.sequence.handle, None) is not None:
+                self.growth_need -= ticket.need
+        else:
+            self.waiting.pop(ticket.handle, None)
+        if self.window is not None and self.window.ticket is ticket:
+            self._drop_window()
+        self.busy = bool(self.waiting or self.growth)
+
+    # -- windows -----------------------------------------------------------------------------------------------
+
+    def _drop_window(self) -> None:
+        """Reserved slots go back to the free runs."""
+        window = self.window
+        if window is None:
+            return
+        self.window = None
+        pool = self.pool
+        for start, length in window.stretches:
+            pool.ledger.shift(start, length, RESERVED, FREE)
+            pool.runs.give(start, length)
+
+    def _clear(self, ticket: Ticket, now: float) -> None:
+        """Plans a window for `ticket` where none is open, and sets aside what can be had of it at once."""
+        if self.window is not None or (0 <= self._planned and now - self._planned < REPLAN_AFTER):
+            return
+        self._planned = now
+        window = plan_window(self.pool, ticket)
+        if window is None:
+            return
+        self.window = window
+        pool = self.pool
+        for run in [r for r in pool.runs.length_at if window.start - pool.runs.length_at[r] < r < window.stop]:
+            start = max(run, window.start)
+            length = min(run + pool.runs.length_at[run], window.stop) - start
+            if length > 0:
+                pool.runs.take_within(run, start, length)
+                pool.ledger.shift(start, length, FREE, RESERVED)
+                window.hold(start, length)
+        self._evict_blockers(window)
+
+    def _evict_blockers(self, window: Window) -> None:
+        """Evicts the nodes in a window's way that nobody holds, with all below them."""
+        pool = self.pool
+        tree = pool.tree
+        left = []
+        for blocker in window.blockers:
+            if not tree.parent[blocker] or not _overlaps(tree.extents(blocker), window.start, window.stop):
+                continue
+            if tree.holds[blocker]:
+                left.append(blocker)
+                continue
+            below = [blocker]
+            for node in below:
+                below.extend(tree.children(node))
+            for node in reversed(below):
+                length = tree.length[node]
+                tree.evictor.forget(node, tree.keys[node])
+                extents = tree.remove(node)
+                for i in range(0, len(extents), 2):
+                    pool._release(extents[i], extents[i + 1], CACHED)
+                pool.evicted_tokens += length
+        window.blockers = left
+
+
+def _overlaps(extents: list[int], start: int, stop: int) -> bool:
+    return any(extents[i] < stop and extents[i] + extents[i + 1] > start for i in range(0, len(extents), 2))
+
+
+def plan_window(pool: Pool, ticket: Ticket) -> Window | None:
+    """The stretch of `ticket.need` slots with the fewest immovable and then the fewest cached slots; O(n log n)."""
+    need = ticket.need
+    tree = pool.tree
+    starts, lengths, owners = [], [], []
+    for run, length in pool.runs.length_at.items():
+        starts.append(run)
+        lengths.append(length)
+        owners.append(0)
+    for node in tree.live():
+        if tree.length[node]:
+            extents = tree.extents(node)
+            for i in range(0, len(extents), 2):
+                starts.append(extents[i])
+                lengths.append(extents[i + 1])
+                owners.append(node)
+    if not starts:
+        return None
+    order = np.argsort(np.array(starts, dtype=np.int64))
+    start = np.array(starts, dtype=np.int64)[order]
+    stop = start + np.array(lengths, dtype=np.int64)[order]
+    owner = np.array(owners, dtype=np.int64)[order]
+    held = np.frombuffer(tree.holds, dtype=np.int32)[owner] > 0
+    held = held & (owner > 0)
+    # A window may begin at any interval; what no interval covers (private, fenced, ...) is in the way as held nodes are.
+    clear = np.concatenate(([0], np.cumsum(np.where(held, 0, stop - start))))
+    cached = np.concatenate(([0], np.cumsum(np.where((owner > 0) & ~held, stop - start, 0))))
+    begins = np.unique(np.clip(np.concatenate((start, stop - need)), pool.padding, pool.slots - need))
+
+    def covered(total: np.ndarray, kind: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Slots of a kind in [0, at)."""
+        index = np.searchsorted(start, at, side="right") - 1
+        last = np.maximum(index, 0)
+        inside = np.where((index >= 0) & kind[last], np.minimum(at, stop[last]) - start[last], 0)
+        return np.where(index >= 0, total[last] + inside, 0)
+
+    clearable = covered(clear, ~held, begins + need) - covered(clear, ~held, begins)
+    loses = (owner > 0) & ~held
+    lost = covered(cached, loses, begins + need) - covered(cached, loses, begins)
+    best = int(np.lexsort((lost, need - clearable))[0])
+    low = int(begins[best])
+    inside = (start < low + need) & (stop > low) & (owner > 0)
+    blockers = sorted({int(node) for node in owner[inside]})
+    return Window(ticket, low, low + need, blockers)

@@ -1,0 +1,1342 @@
+"""The pool: one accelerator's token slots, who holds them, and every verb that changes that.
+
+Plain calls on plain values: nothing here waits, reads a clock, draws a random number or opens anything.  `now` is
+seconds on the caller's clock.  A verb checks everything, then changes everything; a refusal (errors.py) or a LATER or
+NEVER (results.py) leaves no trace but its count and its ticket.
+
+What is never traded away: a slot has one owner, published slots are never written again, and no slot is handed out
+while a submitted step of whoever had it may still touch it.  `audit()` recounts all of it from nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from kvslot.allocator import eviction
+from kvslot.allocator.admission import Admission
+from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, UnknownHandle
+from kvslot.allocator.moves import Moves
+from kvslot.allocator.results import (
+    UNLIMITED,
+    Admitted,
+    Committed,
+    Copy,
+    Forked,
+    Grown,
+    Later,
+    Never,
+    PoolConfig,
+    PoolStatistics,
+    Push,
+    Reason,
+    Space,
+)
+from kvslot.allocator.runs import EPHEMERAL, FRESH, FreeRuns
+from kvslot.allocator.sessions import DUPLICATE, OWN, PEELED, Fenced, Group, Life, Range, Sequence, Session
+from kvslot.allocator.slots import CACHED, FENCED, FREE, PRIVATE, QUARANTINED, RESERVED, Ledger
+from kvslot.allocator.tree import (
+    MOVING_FLAG,
+    PINNED_FLAG,
+    REUSED_FLAG,
+    PrefixTree,
+    common_prefix,
+    split_extents,
+)
+
+MAX_SLOTS = 2**31 - 1  # slots are int32 for the kernels
+MAX_BLOCK_SIZE = 8192
+MAX_PRIORITY = 7
+EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
+
+
+class Pool:
+    """A pool of `config.blocks` blocks of `config.block_size` token slots.
+
+    Block 0 is padding (two blocks at block_size 1): slot 0 is for padded reads, the last padding slot for padded
+    writes.  `usable` counts the rest, for admission, statistics and documents alike.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        _check_config(config)
+        self.config = config
+        self.block_size = config.block_size
+        self.slots = config.blocks * config.block_size
+        self.padding = config.block_size if config.block_size > 1 else 2
+        self.usable = self.slots - self.padding
+        self.unit = config.block_size if config.opaque else 1
+        quantum = config.quantum or min(32, config.block_size)
+        self.quantum = -(-quantum // self.unit) * self.unit
+        self.watermark = int(self.usable * config.watermark)
+        self.ledger = Ledger(self.slots, self.padding)
+        self.runs = FreeRuns(config.blocks, config.block_size, self.padding)
+        self.evictor = eviction.make(config.eviction)
+        self.tree = PrefixTree(self.evictor, self.unit)
+        self.admission = Admission(self)
+        self.moves = Moves(self)
+        self.pushes: list[Push] = []
+        self.sessions: dict[int, Session] = {}
+        self.spaces: dict[Space, int] = {}
+        self.roots: dict[int, Space] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.tick = 0
+        self._serial = 0
+        self._sweeping: list[Session] = []
+        # Gauges that no ledger sum gives; recounted by the audit.
+        self.unwritten = 0
+        self.duplicates = 0
+        self.peeled = 0
+        self.pinned = 0
+        # Totals since boot.
+        self.evicted_tokens = 0
+        self.copied_tokens = 0
+        self.extents_given = 0
+        self.extent_tokens = 0
+        self.hit_tokens = 0
+        self.prompt_tokens = 0
+        self.bad_handles = 0
+
+    # -- sessions ----------------------------------------------------------------------------------------------
+
+    def open_session(
+        self,
+        *,
+        page: int = 1,
+        quota: int = UNLIMITED,
+        append: str = "",
+        peel_max: int = -1,
+        movable: bool = False,
+        group: Session | None = None,
+    ) -> Session:
+        """A new session whose kernels read pages of `page` slots; `group` joins it to another of the same engine."""
+        config = self.config
+        if self.config.opaque:
+            page = self.block_size
+        if page < 1 or self.block_size % page:
+            raise BadRequest(f"page size {page} does not divide the block size {self.block_size}")
+        if quota < 1:
+            raise BadRequest(f"quota {quota}: a session needs at least one slot")
+        append = append or config.append
+        if append not in ("chain", "peel"):
+            raise BadRequest(f"append mode {append!r} is neither 'chain' nor 'peel'")
+        if group is not None and group.life != Life.LIVE:
+            raise OutOfTurn("the session to join is not live")
+        session = Session(
+            self._handle(),
+            page=page,
+            quota=min(quota, UNLIMITED),
+            append=append,
+            peel_max=config.peel_max if peel_max < 0 else peel_max,
+            movable=movable,
+        )
+        self.sessions[session.handle] = session
+        if group is not None:
+            if group.group is None:
+                group.group = Group()
+                group.group.members.append(group)
+            session.group = group.group
+            session.group.members.append(session)
+            # A member that has not stepped holds no fence back until it submits.
+            session.submitted = session.completed = group.completed
+            self._group_completed(session.group)
+        return session
+
+    def progress(self, session: Session, submitted: int, completed: int) -> None:
+        """Takes over what the session's page says; values are clamped and monotone, fences that passed are released."""
+        if completed > submitted or submitted < session.submitted or completed < session.completed:
+            raise BadRequest(
+                f"steps went from {session.submitted}/{session.completed} to {submitted}/{completed} "
+                "(submitted/completed); they only rise, and completed never passes submitted"
+            )
+        session.submitted = submitted
+        if completed == session.completed:
+            return
+        session.completed = completed
+        session.stalled = False
+        if session.group is None:
+            self._pass_fences(session)
+        else:
+            self._group_completed(session.group)
+
+    def stall(self, session: Session, stalled: bool = True) -> None:
+        """Marks a session whose steps do not complete: its fences hold eviction back no longer."""
+        session.stalled = stalled
+
+    def bye(self, session: Session) -> None:
+        """Ends a session in good order (all steps completed, nothing mapped): everything goes back at once."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
+        session.life = Life.GONE
+        self._start_sweep(session)
+        while self._sweeping:
+            self.sweep(1 << 30)
+
+    def lose(self, session: Session) -> None:
+        """The connection ended without Bye: slots are quarantined (by `sweep`), leases stay."""
+        if session.life != Life.LIVE:
+            raise OutOfTurn("the session is not live")
+        session.life = Life.LOST
+        self.admission.forget_session(session)
+        self._start_sweep(session)
+
+    def resume(self, session: Session) -> None:
+        """A lost session's live process came back with its secret: it holds again what it held."""
+        if session.life != Life.LOST:
+            raise OutOfTurn("only a lost session can be resumed")
+        session.life = Life.LIVE
+        if session in self._sweeping:
+            self._sweeping.remove(session)
+        self._unquarantine(session)
+        self._pass_fences(session)
+
+    def gone(self, session: Session) -> None:
+        """The lost session's process (all of its group's) is proven gone: `sweep` releases what it held."""
+        if session.life != Life.LOST:
+            raise OutOfTurn("only a lost session can be gone")
+        group = session.group
+        if group is not None and any(member.life == Life.LIVE for member in group.members):
+            raise OutOfTurn("another member of the session's group is still live")
+        session.life = Life.GONE
+        self._start_sweep(session)
+
+    def sweep(self, budget: int = 256) -> bool:
+        """Cleans up after ended sessions, at most `budget` sequences and fences; True when nothing is left to do."""
+        while budget > 0 and self._sweeping:
+            session = self._sweeping[-1]
+            if session.life == Life.LOST:
+                budget -= self._quarantine(session)
+            else:
+                budget = self._wipe(session, budget)
+        return not self._sweeping
+
+    def _start_sweep(self, session: Session) -> None:
+        self.admission.forget_session(session)
+        if session not in self._sweeping:
+            self._sweeping.append(session)
+
+    def _quarantine(self, session: Session) -> int:
+        """Marks a lost session's private slots; O(its own holdings), once."""
+        self._sweeping.remove(session)
+        seen: set[int] = set()
+        for sequence in session.sequences.values():
+            for piece in (*sequence.own, *(sequence.sources or ())):
+                if id(piece) not in seen:
+                    seen.add(id(piece))
+                    session.swept.append((piece, PRIVATE))
+        for _, _, fenced in session.fences:
+            session.swept += ((piece, FENCED) for piece in fenced.ranges)
+        for piece, state in session.swept:
+            self.ledger.shift(piece.slot, piece.length, state, QUARANTINED)
+        return len(session.sequences) + len(session.fences) + 1
+
+    def _unquarantine(self, session: Session) -> None:
+        for piece, state in session.swept:
+            self.ledger.shift(piece.slot, piece.length, QUARANTINED, state)
+        session.swept = []
+
+    def _wipe(self, session: Session, budget: int) -> int:
+        """Releases up to `budget` things a session of a gone process held."""
+        self._unquarantine(session)
+        while session.sequences and budget > 0:
+            self._end(next(reversed(session.sequences.values())), 0)
+            budget -= 1
+        while session.fences and budget > 0:
+            self._unfence(session, session.fences.pop()[2])
+            budget -= 1
+        while session.pins and budget > 0:
+            self.unpin(session, next(reversed(session.pins)))
+            budget -= 1
+        if not session.sequences and not session.fences and not session.pins:
+            session.life = Life.ENDED
+            self._sweeping.remove(session)
+            del self.sessions[session.handle]
+            if session.group is not None:
+                session.group.members.remove(session)
+                if session.group.members:
+                    self._group_completed(session.group)
+        return budget
+
+    def _group_completed(self, group: Group) -> None:
+        completed = min(member.completed for member in group.members)
+        group.completed = max(group.completed, completed)
+        for member in group.members:
+            self._pass_fences(member)
+
+    def _pass_fences(self, session: Session) -> None:
+        if session.life == Life.LOST:
+            return
+        passed = session.passed()
+        fences = session.fences
+        while fences and fences[0][0] <= passed:
+            self._unfence(session, heapq.heappop(fences)[2])
+
+    # -- namespaces --------------------------------------------------------------------------------------------
+
+    def open_space(self, space: Space) -> int:
+        """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""
+        root = self.spaces.get(space)
+        if root is None:
+            root = self.spaces[space] = self.tree.root()
+            self.roots[root] = space
+        return root
+
+    # -- verbs -------------------------------------------------------------------------------------------------
+
+    def probe(self, root: int, tokens: bytes) -> int:
+        """How many tokens of this prompt a sequence would find cached now; touches nothing."""
+        n = self._count(root, tokens)
+        hit = self.tree.match(root, tokens, [])
+        return hit if hit < n else self._last_left(n)
+
+    def allocate(
+        self,
+        session: Session,
+        root: int,
+        tokens: bytes,
+        *,
+        now: float = 0.0,
+        ticket: int = 0,
+        priority: int = 0,
+        contiguous: bool = False,
+    ) -> Admitted | Later | Never:
+        """Starts a sequence: finds the longest cached prefix, holds it, and takes room for the rest, or does nothing.
+
+        `tokens` is the prompt as little-endian int32.  A growth run is added when there is room and never makes the
+        request fail.  `contiguous` asks for the rest as one extent.  `ticket` is that of an earlier LATER.
+        """
+        n = self._count(root, tokens)
+        if session.life:
+            raise OutOfTurn("the session is not live")
+        tree = self.tree
+        path: list[int] = []
+        hit = tree.match(root, tokens, path)
+        if hit >= n:
+            # The one place of the rule that a token is left to compute: an engine needs its logits.
+            hit = self._last_left(n)
+            depth = tree.depth
+            while path and depth[path[-1]] >= hit:
+                path.pop()
+        if session.page > 1:
+            return self._allocate_pages(session, root, tokens, path, hit, now, ticket, priority)
+        limit = session.quota if session.quota < self.usable else self.usable
+        if n > limit:
+            return Never(n, limit)
+        node = path[-1] if path else root
+        tree.hold(node)
+        need = n - hit
+        spare = self.runs.total + tree.evictable - need
+        want = need + self.quantum
+        # Room to spare, nobody waiting, no quota near: the common case decides in one comparison.
+        if (
+            spare < self.watermark + self.quantum
+            or self.admission.busy
+            or session.owes
+            or session.charged + want > session.quota
+            or self.ledger.counts[FENCED]
+            or contiguous
+            or ticket
+        ):
+            later = self.admission.admit(session, need, now, ticket, contiguous)
+            if later is not None:
+                tree.unhold(node, tree.tick[node])
+                return later
+            if contiguous or spare < self.quantum + self.admission.held_back() or session.charged + want > session.quota:
+                want = need
+        if want > self.runs.total:
+            self._evict(want - self.runs.total, now)
+        own = self.runs.take(want, FRESH, root)
+        return self._start(session, root, node, tokens, path, hit, own, hit + want, priority)
+
+    def _start(
+        self,
+        session: Session,
+        root: int,
+        node: int,
+        tokens: bytes,
+        path: list[int],
+        hit: int,
+        own: list[int],
+        capacity: int,
+        priority: int,
+        copied: int = 0,
+    ) -> Admitted:
+        """Makes the sequence whose `own` slots have been taken; positions [hit - copied, capacity) are theirs."""
+        tree = self.tree
+        n = len(tokens) >> 2
+        extents: list[int] = []
+        if path:
+            tree.path_extents(path, hit - copied, extents)
+            if not tree.flags[node] & REUSED_FLAG:
+                tree.flags[node] |= REUSED_FLAG
+            self.evictor.reuse(node)
+        self._serial = handle = self._serial + 1
+        position = hit - copied
+        ranges = []
+        shift = self.ledger.shift
+        for i in range(0, len(own), 2):
+            slot, length = own[i], own[i + 1]
+            shift(slot, length, FREE, PRIVATE)
+            ranges.append(Range(position, slot, length))
+            position += length
+        extents += own
+        session.charged += capacity - hit + copied
+        sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
+        session.sequences[handle] = sequence
+        self.sequences[handle] = sequence
+        self.unwritten += capacity - n
+        self.extents_given += len(extents) >> 1
+        self.extent_tokens += capacity
+        self.hit_tokens += hit
+        self.prompt_tokens += n
+        return Admitted(handle, hit, capacity, extents, [])
+
+    def extend(
+        self, session: Session, handle: int, *, tokens: int = 0, now: float = 0.0, ticket: int = 0
+    ) -> Grown | Later | Never:
+        """Gives a sequence room for `tokens` more (0: one growth run), next to its last slot where that is free."""
+        sequence = self._sequence(session, handle)
+        if tokens < 0:
+            raise BadRequest(f"extend by {tokens} tokens: a count is not negative")
+        if session.page > 1:
+            return self._extend_pages(session, sequence, tokens, now, ticket)
+        want = tokens or self.quantum
+        limit = min(session.quota, self.usable)
+        if sequence.capacity + want > limit:
+            want = limit - sequence.capacity
+            if want < (tokens or 1):
+                return Never(sequence.capacity + (tokens or 1), limit)
+        position = sequence.capacity
+        peel = self._peel_length(session, sequence)
+        runs = self.runs
+        need = want + peel
+        if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
+            later = self.admission.grow(sequence, need, now, ticket)
+            if later is not None:
+                return later
+            if need > runs.total:
+                self._evict(need - runs.total, now)
+        copies: list[Copy] = []
+        out: list[int] = []
+        if peel:
+            out = runs.take(need, EPHEMERAL, sequence.root)
+            self._peel(sequence, peel, out, copies)
+        else:
+            last = self._end_slot(sequence)
+            left = runs.length_at.get(last, 0) if last >= 0 else 0
+            # A free stretch right behind the last slot costs no extent, so even part of a run is worth having there.
+            beside = want if left >= want else left if left * 4 >= want and not tokens else 0
+            if beside:
+                runs.take_at(last, beside)
+                want = beside
+                out = [last, want]
+            else:
+                out = runs.take(want, EPHEMERAL, sequence.root)
+            self._own(sequence, position, out)
+        sequence.capacity = position + want
+        session.charged += want + peel
+        self.unwritten += want
+        self.extents_given += len(out) >> 1
+        self.extent_tokens += want + peel
+        return Grown(position - peel, sequence.capacity, out, copies)
+
+    def wrote(self, session: Session, handle: int, length: int) -> None:
+        """The engine's device has written positions [0, length)."""
+        sequence = self._sequence(session, handle)
+        if length > sequence.capacity:
+            raise BadRequest(f"written up to {length}, but the sequence has room for {sequence.capacity}")
+        if length > sequence.length:
+            self.unwritten -= length - sequence.length
+            sequence.length = length
+        if length > sequence.written:
+            sequence.written = length
+
+    def commit(
+        self,
+        session: Session,
+        handle: int,
+        length: int,
+        tokens: bytes = b"",
+        *,
+        priority: int | None = None,
+        expiry: float = 0.0,
+    ) -> Committed:
+        """Publishes positions [0, length), which the engine has written: what the tree lacks becomes the tree's.
+
+        `tokens` are those that follow the ones already told.  What the tree has stays the tree's, and the sequence's
+        own copy of it stays private until Free.  The sequence's table does not change.
+        """
+        sequence = self._sequence(session, handle)
+        if len(tokens) & 3:
+            raise BadRequest(f"{len(tokens)} bytes of tokens: they are int32, 4 bytes each")
+        told = sequence.tokens + tokens if tokens else sequence.tokens
+        known = sequence.tokens_from + (len(told) >> 2)
+        if not sequence.base <= length <= known:
+            raise BadRequest(f"commit to {length}: published are {sequence.base}, tokens are known up to {known}")
+        if known > sequence.capacity:
+            raise BadRequest(f"tokens are known up to {known}, but the sequence has room for {sequence.capacity}")
+        if priority is not None and not 0 <= priority <= MAX_PRIORITY:
+            raise BadRequest(f"priority {priority} is not in 0..{MAX_PRIORITY}")
+        if length > sequence.length:
+            self.unwritten -= length - sequence.length
+            sequence.length = length
+        if length > sequence.written:
+            sequence.written = length
+        sequence.tokens = told
+        if priority is not None:
+            sequence.priority = priority
+        length -= length % self.unit
+        if length <= sequence.base:
+            return Committed(sequence.base, 0, 0)
+        return self._publish(sequence, length, expiry)
+
+    def _publish(self, sequence: Sequence, length: int, expiry: float) -> Committed:
+        tree = self.tree
+        keys, lengths, depths = tree.keys, tree.length, tree.depth
+        tokens = sequence.tokens
+        end = 4 * (length - sequence.tokens_from)
+        if end != len(tokens):
+            tokens = tokens[:end]
+        self.tick = tick = self.tick + 1
+        position = sequence.base - sequence.base % self.unit
+        node = held = sequence.node
+        root = sequence.root
+        # Splits since the last look put new nodes above this one: find the one that `position` falls into.
+        while node != root and depths[node] >= position:
+            node = tree.parent[node]
+        inside = position - depths[node]
+        at = 4 * (position - sequence.tokens_from)
+        duplicates = published = 0
+        while True:
+            if inside < lengths[node]:
+                common = common_prefix(tokens, at, keys[node][4 * inside :] if inside else keys[node], 4 * self.unit) >> 2
+                if common:
+                    duplicates += self._mark_duplicates(sequence, position, position + common)
+                position += common
+                at += 4 * common
+                inside += common
+                if at == end:
+                    break
+                if inside < lengths[node]:
+                    if tree.flags[node] & MOVING_FLAG:
+                        self.moves.abandon_node(node)
+                    node = tree.split(node, inside)
+            if at == end:
+                break
+            child = tree.child(node, tokens, at)
+            if not child:
+                shared: list[Range] = []
+                extents, taken = self._gather(sequence, position, length, shared)
+                if taken:
+                    key = tokens[at : at + 4 * taken]
+                    node = tree.add(node, key, extents, tick)
+                    if sequence.priority or expiry:
+                        self._prioritise(node, sequence.priority, expiry)
+                    position += taken
+                    published = taken
+                    # The new node came with a hold of its own, which replaces the sequence's old one.
+                    sequence.node = node
+                    tree.unhold(held, tick)
+                    for piece in shared:
+                        self._follow(sequence, piece, node)
+                break
+            node = child
+            inside = 0
+        if not published and node != held:
+            # Only deeper than before: what is already held above the old node needs no second hold.
+            tree.hold(node)
+            tree.unhold(held, tick)
+            sequence.node = node
+        sequence.base = position
+        if position > sequence.tokens_from:
+            sequence.tokens = sequence.tokens[4 * (position - sequence.tokens_from) :]
+            sequence.tokens_from = position
+        return Committed(position, published, duplicates)
+
+    def _gather(
+        self, sequence: Sequence, start: int, stop: int, shared: list[Range]
+    ) -> tuple[list[int], int]:
+        """Takes the slots of positions [start, stop) out of the sequence's own ranges for a new node.
+
+        Stops at the first position without a slot (trimmed away).  Returns flat extents and the tokens they hold;
+        ranges that forks hold too are added to `shared`.
+        """
+        own = sequence.own
+        extents: list[int] = []
+        position = start
+        session = sequence.session
+        shift = self.ledger.shift
+        index = 0
+        while index < len(own) and position < stop:
+            piece = own[index]
+            if piece.position + piece.length <= position:
+                index += 1
+                continue
+            if piece.position > position:
+                break
+            if piece.position < position:
+                piece = self._split_range(sequence, piece, position - piece.position)
+                index += 1
+            if piece.position + piece.length > stop:
+                self._split_range(sequence, piece, stop - piece.position)
+            n = piece.length
+            if extents and extents[-2] + extents[-1] == piece.slot:
+                extents[-1] += n
+            else:
+                extents.append(piece.slot)
+                extents.append(n)
+            position += n
+            if piece.kind == PEELED:
+                self.peeled -= n
+            elif piece.kind == DUPLICATE:
+                self.duplicates -= n
+            shift(piece.slot, n, PRIVATE, CACHED)
+            session.charged -= n
+            if piece.holders is None:
+                del own[index]
+            else:
+                shared.append(piece)
+                own.remove(piece)
+        return extents, position - start
+
+    def _mark_duplicates(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Own ranges of positions [start, stop) turn out to hold what the tree has."""
+        own = sequence.own
+        marked = 0
+        index = 0
+        while index < len(own):
+            piece = own[index]
+            if piece.position >= stop:
+                break
+            if piece.position + piece.length > start and piece.kind == OWN:
+                if piece.position < start:
+                    self._split_range(sequence, piece, start - piece.position)
+                    index += 1
+                    continue
+                if piece.position + piece.length > stop:
+                    self._split_range(sequence, piece, stop - piece.position)
+                piece.kind = DUPLICATE
+                marked += piece.length
+            index += 1
+        self.duplicates += marked
+        return marked
+
+    def _split_range(self, sequence: Sequence, piece: Range, at: int) -> Range:
+        """Splits a range after `at` slots in every table that has it; returns the rear part."""
+        rear = Range(piece.position + at, piece.slot + at, piece.length - at, piece.kind, piece.refs, piece.fence)
+        piece.length = at
+        if piece.holders is None:
+            own = sequence.own
+            own.insert(own.index(piece) + 1, rear)
+        else:
+            rear.holders = list(piece.holders)
+            for holder in piece.holders:
+                table = _table_of(holder, piece)
+                table.insert(table.index(piece) + 1, rear)
+        return rear
+
+    def _follow(self, sequence: Sequence, piece: Range, node: int) -> None:
+        """Forks that shared `piece`, now published under `node`, read it from the tree from here on."""
+        session = sequence.session
+        if piece.fence > session.passed():
+            # A fork that let go may still read these slots until its step has completed.
+            self.tree.hold(node)
+            session.fence(piece.fence, Fenced([], node))
+        for holder in piece.holders or ():
+            if holder is sequence:
+                continue
+            table = _table_of(holder, piece)
+            table.remove(piece)
+            self.tree.hold(node)
+            if table is not holder.own:
+                # It had peeled these away and may have gone another way since: the source is kept beside its path.
+                holder.kept = [*(holder.kept or ()), node]
+                continue
+            self.tree.unhold(holder.node, self.tick)
+            holder.node = node
+            holder.base = max(holder.base, piece.position + piece.length)
+
+    # -- fork, trim, free --------------------------------------------------------------------------------------
+
+    def fork(self, session: Session, handle: int, *, length: int = -1) -> Forked:
+        """A child that shares the first `length` (-1: all written) tokens of a sequence; copies nothing.
+
+        What the parent has written and not published is counted, and immutable while more than one holds it.  The
+        parent keeps its unwritten room and goes on in place; the child takes room of its own with its first extend.
+        """
+        sequence = self._sequence(session, handle)
+        if length < 0:
+            length = max(sequence.written, sequence.base)
+        if not 0 < length <= max(sequence.written, sequence.base):
+            raise BadRequest(
+                f"fork at {length}: a fork shares what is written, here {max(sequence.written, sequence.base)} tokens"
+            )
+        if sequence.kept_from:
+            raise BadRequest("fork of a sequence whose front was trimmed")
+        self._serial = child_handle = self._serial + 1
+        own: list[Range] = []
+        child = Sequence(
+            child_handle, session, sequence.root, sequence.node, min(sequence.base, length), length, length,
+            sequence.tokens, sequence.tokens_from, own, sequence.priority, length,
+        )  # fmt: skip
+        for piece in list(sequence.own):
+            if piece.position >= length:
+                break
+            if piece.position + piece.length > length:
+                self._split_range(sequence, piece, length - piece.position)
+            if piece.holders is None:
+                piece.holders = [sequence]
+            piece.holders.append(child)
+            piece.refs += 1
+            own.append(piece)
+        known = length - child.tokens_from
+        if 4 * known < len(child.tokens):
+            child.tokens = child.tokens[: 4 * max(known, 0)]
+        if child.tokens_from > length:
+            child.tokens_from = length
+        self.tree.hold(sequence.node)
+        session.sequences[child_handle] = child
+        self.sequences[child_handle] = child
+        return Forked(child_handle, length)
+
+    def free(self, session: Session, handle: int, *, fence: int = 0, now: float = 0.0) -> None:
+        """Ends a sequence.  Its slots and its hold stay untouchable until step `fence` has completed."""
+        sequence = self._sequence(session, handle)
+        if fence > session.submitted:
+            raise BadRequest(f"fence {fence} is beyond the last submitted step {session.submitted}")
+        self._end(sequence, fence)
+        if self.admission.busy:
+            self.admission.pump(now)
+
+    def _end(self, sequence: Sequence, fence: int) -> None:
+        session = sequence.session
+        handle = sequence.handle
+        del session.sequences[handle]
+        del self.sequences[handle]
+        if self.admission.pressed >= 0 or self.admission.growth:
+            session.owes.pop(handle, None)
+            self.admission.forget_sequence(handle)
+        self.unwritten -= sequence.capacity - sequence.length
+        pieces = sequence.own
+        if sequence.sources:
+            pieces = pieces + sequence.sources
+        self.tick += 1
+        self._let_go(sequence, pieces, sequence.node, fence)
+        for node in sequence.kept or ():
+            self._let_go(sequence, [], node, fence)
+        sequence.own = []
+        sequence.sources = sequence.kept = None
+
+    def _let_go(self, sequence: Sequence, pieces: list[Range], node: int, fence: int) -> None:
+        """Gives up ranges (out of the table already) and, when not 0, a hold on `node`, both behind `fence`."""
+        session = sequence.session
+        passed = session.passed()
+        waiting: list[Range] = []
+        for piece in pieces:
+            if piece.holders is not None:
+                if piece.fence < fence:
+                    piece.fence = fence
+                piece.holders.remove(sequence)
+                piece.refs -= 1
+                if piece.refs:
+                    if piece.refs == 1:
+                        # The last holder of an unpublished range writes it in place; late readers still count.
+                        piece.holders = None if piece.fence <= passed else piece.holders
+                    continue
+                last = piece.fence
+            else:
+                last = piece.fence if piece.fence > fence else fence
+            if piece.kind == DUPLICATE:
+                self.duplicates -= piece.length
+            elif piece.kind == PEELED:
+                self.peeled -= piece.length
+            if last <= passed:
+                session.charged -= piece.length
+                self._release(piece.slot, piece.length, PRIVATE)
+            elif last == fence:
+                self.ledger.shift(piece.slot, piece.length, PRIVATE, FENCED)
+                session.fenced += piece.length
+                waiting.append(piece)
+            else:
+                self.ledger.shift(piece.slot, piece.length, PRIVATE, FENCED)
+                session.fenced += piece.length
+                session.fence(last, Fenced([piece], 0))
+        if fence <= passed:
+            if node:
+                self.tree.unhold(node, self.tick)
+        elif waiting or node:
+            session.fence(fence, Fenced(waiting, node))
+
+    def _unfence(self, session: Session, fenced: Fenced) -> None:
+        for piece in fenced.ranges:
+            session.charged -= piece.length
+            session.fenced -= piece.length
+            self._release(piece.slot, piece.length, FENCED)
+        if fenced.node:
+            self.tree.unhold(fenced.node, self.tree.tick[fenced.node])
+
+    def _release(self, slot: int, length: int, state: int) -> None:
+        """Slots come back to the free runs, or to the ticket whose window they lie in."""
+        window = self.admission.window
+        if window is None or slot >= window.stop or slot + length <= window.start:
+            self.ledger.shift(slot, length, state, FREE)
+            self.runs.give(slot, length)
+            return
+        low, high = max(slot, window.start), min(slot + length, window.stop)
+        self.ledger.shift(low, high - low, state, RESERVED)
+        window.hold(low, high - low)
+        for start, stop in ((slot, low), (high, slot + length)):
+            if stop > start:
+                self.ledger.shift(start, stop - start, state, FREE)
+                self.runs.give(start, stop - start)
+
+    def trim(
+        self, session: Session, handle: int, *, keep_from: int = 0, keep_to: int = -1, fence: int = 0, now: float = 0.0
+    ) -> int:
+        """Drops positions before `keep_from` (sliding window) and from `keep_to` on (roll-back); returns the capacity.
+
+        A roll-back keeps private room for at most two growth runs.  Below the published or shared end it detaches: the
+        sequence appends to its own slots from there on.  Published slots before `keep_from` stay leased until Free.
+        """
+        sequence = self._sequence(session, handle)
+        if fence > session.submitted:
+            raise BadRequest(f"fence {fence} is beyond the last submitted step {session.submitted}")
+        if keep_to < 0:
+            keep_to = sequence.capacity
+        if keep_to > sequence.capacity or keep_to < max(keep_from, 1):
+            raise BadRequest(f"keep [{keep_from}, {keep_to}) is not within [0, {sequence.capacity})")
+        if keep_from and not self.config.windowed:
+            raise BadRequest("keep_from: not every layer of this pool's layout has a sliding window")
+        if keep_from > sequence.written and keep_from > sequence.base:
+            raise BadRequest(f"keep_from {keep_from} is beyond the {sequence.written} tokens written")
+        if keep_to < sequence.kept_from:
+            raise BadRequest(f"keep_to {keep_to}: positions before {sequence.kept_from} were trimmed away")
+        self.tick += 1
+        if keep_to < sequence.capacity:
+            self._roll_back(sequence, keep_to, fence)
+        if keep_from > sequence.kept_from:
+            self._drop_front(sequence, keep_from, fence)
+        if self.admission.busy:
+            self.admission.pump(now)
+        return sequence.capacity
+
+    def _drop_front(self, sequence: Sequence, keep_from: int, fence: int) -> None:
+        dropped: list[Range] = []
+        for piece in list(sequence.own):
+            if piece.position >= keep_from:
+                break
+            if piece.position + piece.length > keep_from:
+                self._split_range(sequence, piece, keep_from - piece.position)
+            sequence.own.remove(piece)
+            dropped.append(piece)
+        sequence.kept_from = keep_from
+        self._let_go(sequence, dropped, 0, fence)
+
+    def _roll_back(self, sequence: Sequence, keep_to: int, fence: int) -> None:
+        session = sequence.session
+        before = sequence.capacity - sequence.length
+        spare: list[Range] = []  # private room behind `keep_to`, to be written again
+        dropped: list[Range] = []
+        for piece in list(sequence.own):
+            if piece.position + piece.length <= keep_to:
+                continue
+            if piece.position < keep_to:
+                piece = self._split_range(sequence, piece, keep_to - piece.position)
+            sequence.own.remove(piece)
+            (spare if piece.holders is None and not piece.fence else dropped).append(piece)
+        if keep_to < sequence.length:
+            sequence.length = keep_to
+            sequence.written = min(sequence.written, keep_to)
+            known = 4 * (keep_to - sequence.tokens_from)
+            sequence.tokens = sequence.tokens[: max(known, 0)]
+            sequence.tokens_from = min(sequence.tokens_from, keep_to)
+        node = 0
+        if keep_to < sequence.base:
+            tree = self.tree
+            node = sequence.node
+            above = node
+            while tree.depth[above] >= keep_to:
+                above = tree.parent[above]
+            tree.hold(above)
+            sequence.node = above
+            sequence.base = keep_to
+            # In whole units the next commit compares the broken one again: its tokens are the node's.
+            inside = keep_to - tree.depth[above]
+            broken = inside % self.unit
+            sequence.tokens = tree.keys[above][4 * (inside - broken) : 4 * inside]
+            sequence.tokens_from = keep_to - broken
+        # Room that stands ready behind the new end, in order; pages must keep their place modulo the page.
+        room = 2 * max(self.quantum, session.page)
+        position = keep_to
+        for index, piece in enumerate(spare):
+            if piece.kind == DUPLICATE:
+                self.duplicates -= piece.length
+            elif piece.kind == PEELED:
+                self.peeled -= piece.length
+            piece.kind = OWN
+            left = room - (position - keep_to)
+            if left <= 0 or (session.page > 1 and piece.position != position):
+                dropped += spare[index:]
+                break
+            sequence.own.append(piece)
+            if piece.length > left:
+                dropped.append(self._split_range(sequence, piece, left))
+                sequence.own.pop()
+            piece.position = position
+            position += piece.length
+        sequence.capacity = position
+        self.unwritten += (sequence.capacity - sequence.length) - before
+        self._let_go(sequence, dropped, node, fence)
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def _own(self, sequence: Sequence, position: int, extents: list[int], kind: int = OWN) -> None:
+        """Free slots just taken become the sequence's, for positions from `position` on."""
+        own = sequence.own
+        for i in range(0, len(extents), 2):
+            slot, length = extents[i], extents[i + 1]
+            self.ledger.shift(slot, length, FREE, PRIVATE)
+            last = own[-1] if own else None
+            if (
+                last is not None
+                and last.slot + last.length == slot
+                and last.position + last.length == position
+                and last.holders is None
+                and last.kind == kind
+                and not last.fence
+            ):
+                last.length += length
+            else:
+                own.append(Range(position, slot, length, kind))
+            position += length
+
+    def _end_slot(self, sequence: Sequence) -> int:
+        """The slot behind the sequence's last one, or -1 when it cannot be grown into."""
+        own = sequence.own
+        if own and own[-1].position + own[-1].length == sequence.capacity:
+            return own[-1].slot + own[-1].length
+        tree, node, base = self.tree, sequence.node, sequence.base
+        if base != sequence.capacity or not base or tree.depth[node] + tree.length[node] != base:
+            return -1
+        extents = tree.extents(node)
+        return extents[-2] + extents[-1]
+
+    def _tail(self, sequence: Sequence) -> tuple[int, int, Range | None]:
+        """The last slot's end, how many of the last positions lie in one stretch up to it, and their private range."""
+        own = sequence.own
+        if own and own[-1].position + own[-1].length == sequence.capacity:
+            piece = own[-1]
+            return piece.slot + piece.length, piece.length, piece
+        tree, base = self.tree, sequence.base
+        node = sequence.node
+        while tree.parent[node] and tree.depth[node] >= base:
+            node = tree.parent[node]
+        inside = base - tree.depth[node]
+        extents = tree.extents(node)
+        for i in range(0, len(extents), 2):
+            if inside <= extents[i + 1]:
+                return extents[i] + inside, inside, None
+            inside -= extents[i + 1]
+        return -1, 0, None
+
+    def _peel_length(self, session: Session, sequence: Sequence) -> int:
+        """How many tokens of a shared or published partial slot are copied before the sequence appends to it."""
+        if session.append != "peel" or sequence.capacity != sequence.length or not sequence.capacity:
+            return 0
+        end, stretch, piece = self._tail(sequence)
+        if piece is not None and piece.holders is None:
+            return 0
+        partial = min(end % self.block_size, stretch)
+        if not partial or partial > session.peel_max or end in self.runs.length_at:
+            return 0
+        return partial
+
+    def _peel(self, sequence: Sequence, count: int, taken: list[int], copies: list[Copy]) -> None:
+        """The first `count` of the slots `taken` become copies of the sequence's last `count` tokens."""
+        end, _, _ = self._tail(sequence)
+        position = sequence.capacity - count
+        own = sequence.own
+        while own and own[-1].position + own[-1].length > position:
+            piece = own[-1]
+            if piece.position < position:
+                piece = self._split_range(sequence, piece, position - piece.position)
+            # Leaves the table, but is kept until the sequence ends: the client's copy may still be reading it.
+            own.remove(piece)
+            sequence.sources = [*(sequence.sources or ()), piece]
+        front, back = split_extents(taken, count)
+        source = end - count
+        for i in range(0, len(front), 2):
+            copies.append(Copy(source, front[i], front[i + 1]))
+            source += front[i + 1]
+        self._own(sequence, position, front, PEELED)
+        self._own(sequence, position + count, back)
+        self.peeled += count
+        self.copied_tokens += count
+
+    def _allocate_pages(
+        self,
+        session: Session,
+        root: int,
+        tokens: bytes,
+        path: list[int],
+        hit: int,
+        now: float,
+        ticket: int,
+        priority: int,
+    ) -> Admitted | Later | Never:
+        """`allocate` for kernels that read whole pages: own pages are exclusive, and a hit keeps its place modulo the page."""
+        tree, page = self.tree, session.page
+        n = len(tokens) >> 2
+        pages = -(-n // page) * page
+        limit = min(session.quota, self.usable) // page * page
+        if pages > limit:
+            return Never(pages, limit)
+        extents: list[int] = []
+        tree.path_extents(path, hit, extents)
+        position = 0
+        for i in range(0, len(extents), 2):
+            if position % page or extents[i] % page:
+                hit = position
+                break
+            position += extents[i + 1]
+        hit -= hit % self.unit
+        depth = tree.depth
+        while path and depth[path[-1]] >= hit:
+            path.pop()
+        part = hit % page
+        source = -1
+        if part:
+            # A hit of pages ends in one stretch, even where several nodes share the last page.
+            extents = []
+            tree.path_extents(path, hit, extents)
+            source = extents[-2] + extents[-1] - part
+        node = path[-1] if path else root
+        tree.hold(node)
+        need = pages - hit + part
+        later = self.admission.admit(session, need, now, ticket, False)
+        own: list[int] = []
+        if later is None:
+            if need > self.runs.total:
+                self._evict(need - self.runs.total, now)
+            own = self.runs.take_pages(need, page)
+            while not own and tree.evictable:
+                # Free slots may lie where no whole page does: each further victim may complete one.
+                self._evict(min(tree.evictable, page), now)
+                own = self.runs.take_pages(need, page)
+            if not own:
+                later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
+        if later is not None:
+            tree.unhold(node, tree.tick[node])
+            return later
+        capacity = pages
+        copies = []
+        if part:
+            copies.append(Copy(source, own[0], part))
+        answer = self._start(session, root, node, tokens, path, hit, own, capacity, priority, part)
+        if part:
+            sequence = self.sequences[answer.sequence]
+            first = sequence.own[0]
+            if first.length > part:
+                self._split_range(sequence, first, part)
+            first.kind = PEELED
+            self.peeled += part
+            self.copied_tokens += part
+            answer.copies = copies
+        return answer
+
+    def _extend_pages(
+        self, session: Session, sequence: Sequence, tokens: int, now: float, ticket: int
+    ) -> Grown | Later | Never:
+        page, runs = session.page, self.runs
+        capacity = sequence.capacity
+        part = capacity % page
+        asked = tokens or self.quantum
+        # Room in whole pages; a page shared or published in part is copied, one of our own with free slots behind is not.
+        need = -(-(part + asked) // page) * page
+        limit = min(session.quota, self.usable) // page * page
+        if capacity - part + need > limit:
+            return Never(capacity - part + need, limit)
+        end, _, piece = self._tail(sequence) if capacity else (-1, 0, None)
+        copies: list[Copy] = []
+        beside = False
+        left = runs.length_at.get(end, 0) if end >= 0 else 0
+        if not part:
+            beside = end % page == 0 and left >= need
+        elif piece is not None and piece.holders is None and left >= page - part:
+            asked = tokens or page - part
+            beside = page - part >= asked
+            if beside:
+                need = page - part
+        want = need if beside else need - part
+        if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
+            later = self.admission.grow(sequence, need, now, ticket)
+            if later is not None:
+                return later
+        if beside:
+            runs.take_at(end, want)
+            out = [end, want]
+            self._own(sequence, capacity, out)
+            start = capacity
+        else:
+            if need > runs.total:
+                self._evict(need - runs.total, now)
+            out = runs.take_pages(need, page)
+            while not out and self.tree.evictable:
+                self._evict(min(self.tree.evictable, page), now)
+                out = runs.take_pages(need, page)
+            if not out:
+                return self.admission.refuse(session, need, now, ticket, Reason.RUN, sequence)
+            start = capacity - part
+            if part:
+                self._peel(sequence, part, out, copies)
+            else:
+                self._own(sequence, capacity, out)
+        sequence.capacity = capacity + want
+        session.charged += need
+        self.unwritten += want
+        self.extents_given += len(out) >> 1
+        self.extent_tokens += need
+        return Grown(start, sequence.capacity, out, copies)
+
+    # -- pins --------------------------------------------------------------------------------------------------
+
+    def pin(self, session: Session, root: int, tokens: bytes) -> tuple[int, int]:
+        """Keeps what is cached of this prefix; returns the pin's handle and the tokens it keeps (0: nothing cached)."""
+        self._count(root, tokens)
+        if session.life:
+            raise OutOfTurn("the session is not live")
+        path: list[int] = []
+        tree = self.tree
+        kept = tree.match(root, tokens, path)
+        if not kept:
+            return 0, 0
+        node = path[-1]
+        if kept < tree.depth[node] + tree.length[node]:
+            if tree.flags[node] & MOVING_FLAG:
+                self.moves.abandon_node(node)
+            node = tree.split(node, kept - tree.depth[node])
+        limit = int(self.usable * self.config.pin_share)
+        if self.pinned + kept > limit:
+            raise BadRequest(f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}")
+        tree.hold(node)
+        tree.flags[node] |= PINNED_FLAG
+        handle = self._handle()
+        session.pins[handle] = node
+        self.pinned += kept
+        return handle, kept
+
+    def unpin(self, session: Session, handle: int) -> None:
+        """Ends a pin."""
+        node = session.pins.pop(handle, 0)
+        if not node:
+            raise self._bad(handle, "pin")
+        tree = self.tree
+        self.pinned -= tree.depth[node] + tree.length[node]
+        tree.flags[node] &= ~PINNED_FLAG
+        self.tick += 1
+        tree.unhold(node, self.tick)
+
+    # -- eviction ----------------------------------------------------------------------------------------------
+
+    def evict(self, tokens: int, *, now: float = 0.0) -> int:
+        """Evicts at most `tokens` cached tokens that nobody holds, in the policy's order; returns how many went."""
+        before = self.evicted_tokens
+        if tokens > 0:
+            self._evict(min(tokens, self.tree.evictable), now)
+        return self.evicted_tokens - before
+
+    def _evict(self, tokens: int, now: float) -> None:
+        """Frees `tokens` slots of evictable nodes: leaf first, and of a large leaf only its tail."""
+        tree, evictor, unit = self.tree, self.tree.evictor, self.unit
+        evictor.clock(now)
+        lengths = tree.length
+        short = 2 * self.block_size
+        while tokens > 0:
+            node = evictor.oldest()
+            assert node
+            length = lengths[node]
+            if length < short:
+                node = self._emptying(node)
+                length = lengths[node]
+            cut = tokens if unit == 1 else -(-tokens // unit) * unit
+            if cut < length:
+                extents = tree.trim_tail(node, cut)
+                length = cut
+            else:
+                evictor.forget(node, tree.keys[node])
+                extents = tree.remove(node)
+            for i in range(0, len(extents), 2):
+                self._release(extents[i], extents[i + 1], CACHED)
+            self.evicted_tokens += length
+            tokens -= length
+
+    def _emptying(self, oldest: int) -> int:
+        """Of the oldest few leaves the first whose death empties a block, else the oldest."""
+        tree, runs = self.tree, self.runs
+        for node in tree.evictor.victims(EMPTYING):
+            extents = tree.extents(node)
+            for i in range(0, len(extents), 2):
+                if runs.would_free_blocks(extents[i], extents[i + 1]):
+                    return node
+        return oldest
+
+    def _prioritise(self, node: int, priority: int, expiry: float) -> None:
+        """Gives a node a priority, from `expiry` (0: never) on counted as none."""
+        tree = self.tree
+        tree.priority[node] = priority
+        if expiry:
+            tree.expiry[node] = expiry
+        if priority and not isinstance(tree.evictor, eviction.Tiers):
+            tree.evictor = self.evictor = eviction.Tiers(tree.evictor, tree.priority, tree.expiry)
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    def _handle(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _sequence(self, session: Session, handle: int) -> Sequence:
+        sequence = session.sequences.get(handle)
+        if sequence is None or session.life:
+            if sequence is not None:
+                raise OutOfTurn("the session is not live")
+            raise self._bad(handle, "sequence")
+        return sequence
+
+    def _bad(self, handle: int, what: str) -> Exception:
+        self.bad_handles += 1
+        if handle in self.sequences or any(handle in s.pins for s in self.sessions.values()):
+            return ForeignHandle(f"{what} {handle} belongs to another session, or is not a {what}")
+        if 0 < handle <= self._serial:
+            return EndedHandle(f"{what} {handle} has ended")
+        return UnknownHandle(f"no {what} {handle} was ever given out")
+
+    def _count(self, root: int, tokens: bytes) -> int:
+        n = len(tokens) >> 2
+        if not n or len(tokens) & 3:
+            if not tokens:
+                raise BadRequest("no tokens: at least one is needed")
+            raise BadRequest(f"{len(tokens)} bytes of tokens: they are int32, 4 bytes each")
+        if root not in self.roots:
+            raise UnknownHandle(f"no namespace {root} is open")
+        return n
+
+    def _last_left(self, n: int) -> int:
+        """The most of an n-token prompt that may be a hit: all but the last token, in whole units."""
+        n -= 1
+        return n - n % self.unit
+
+    def table(self, session: Session, handle: int) -> list[int]:
+        """The sequence's slots in order of position, from its first kept one on, as flat extents."""
+        sequence = self._sequence(session, handle)
+        return self.table_of(sequence)
+
+    def table_of(self, sequence: Sequence) -> list[int]:
+        """`table` of any live sequence; for tools and the audit."""
+        tree = self.tree
+        node, base = sequence.node, sequence.base
+        while tree.parent[node] and tree.depth[node] >= base:
+            node = tree.parent[node]
+        shared: list[int] = []
+        tree.path_extents(tree.path_to(node), base, shared)
+        out: list[int] = []
+        position = 0  # of `shared`, consumed from its front
+        index = 0
+        for piece in sequence.own:
+            while position < piece.position and index < len(shared):
+                n = min(shared[index + 1], piece.position - position)
+                _append(out, shared[index], n)
+                shared[index] += n
+                shared[index + 1] -= n
+                position += n
+                index += 0 if shared[index + 1] else 2
+            skip = piece.length  # what the tree has for these positions is not this sequence's
+            while skip and index < len(shared):
+                n = min(shared[index + 1], skip)
+                shared[index] += n
+                shared[index + 1] -= n
+                skip -= n
+                index += 0 if shared[index + 1] else 2
+            _append(out, piece.slot, piece.length)
+            position = piece.position + piece.length
+        for i in range(index, len(shared), 2):
+            _append(out, shared[i], shared[i + 1])
+        return out
+
+    def statistics(self) -> PoolStatistics:
+        """All gauges and totals, derived now."""
+        counts = self.ledger.counts
+        tree, runs = self.tree, self.runs
+        held = counts[CACHED] + counts[PRIVATE] - self.unwritten - self.duplicates - self.peeled
+        room = (self.config.blocks - self.padding // self.block_size - runs.blocks_free) * self.block_size - self.unwritten
+        return PoolStatistics(
+            usable=self.usable,
+            free=counts[FREE],
+            private=counts[PRIVATE],
+            cached=counts[CACHED],
+            fenced=counts[FENCED],
+            moving=counts[4],
+            reserved=counts[RESERVED],
+            quarantined=counts[QUARANTINED],
+            padding=counts[7],
+            blocks=self.config.blocks,
+            blocks_free=runs.blocks_free,
+            tokens_held=held,
+            unwritten=self.unwritten,
+            duplicate_tokens=self.duplicates,
+            peeled_tokens=self.peeled,
+            evictable=tree.evictable,
+            leased=tree.tokens - tree.evictable,
+            pinned=self.pinned,
+            largest_free_run=runs.longest(),
+            nodes=tree.nodes,
+            sequences=len(self.sequences),
+            sessions=len(self.sessions),
+            tickets=len(self.admission.waiting),
+            moves=len(self.moves.tickets),
+            evicted_tokens=self.evicted_tokens,
+            copied_tokens=self.copied_tokens,
+            moved_tokens=self.moves.moved_tokens,
+            extents_given=self.extents_given,
+            extent_tokens=self.extent_tokens,
+            hit_tokens=self.hit_tokens,
+            prompt_tokens=self.prompt_tokens,
+            bad_handles=self.bad_handles,
+            late_completions=self.moves.late_completions,
+            internal_fragmentation=max(0.0, 1 - held / room) if room > 0 else 0.0,
+        )
+
+
+def _append(extents: list[int], slot: int, length: int) -> None:
+    if extents and extents[-2] + extents[-1] == slot:
+        extents[-1] += length
+    else:
+        extents += (slot, length)
+
+
+def _table_of(sequence: Sequence, piece: Range) -> list[Range]:
+    """The list that holds `piece`: the sequence's own ranges, or the copy sources it keeps."""
+    for own in sequence.own:
+        if own is piece:
+            return sequence.own
+    assert sequence.sources is not None
+    return sequence.sources
+
+
+def _check_config(config: PoolConfig) -> None:
+    if not 1 <= config.block_size <= MAX_BLOCK_SIZE:
+        raise BadRequest(f"block_size {config.block_size} is not in 1..{MAX_BLOCK_SIZE}")
+    least = 2 if config.block_size > 1 else 3
+    if config.blocks < least:
+        raise BadRequest(f"{config.blocks} blocks: padding takes {least - 1}, so a pool needs at least {least}")
+    if config.blocks * config.block_size > MAX_SLOTS:
+        raise BadRequest(
+            f"{config.blocks} blocks of {config.block_size} are {config.blocks * config.block_size} slots; "
+            f"kernels address fewer than 2^31: use at most {MAX_SLOTS // config.block_size} blocks"
+        )
+    if not 0 <= config.watermark < 1:
+        raise BadRequest(f"watermark {config.watermark} is not in 0..1")
+    if config.quantum < 0 or config.quantum > MAX_BLOCK_SIZE:
+        raise BadRequest(f"quantum {config.quantum} is not in 0..{MAX_BLOCK_SIZE}")
+    if config.append not in ("chain", "peel"):
+        raise BadRequest(f"append mode {config.append!r} is neither 'chain' nor 'peel'")
+    if not 0 <= config.pin_share <= 1:
+        raise BadRequest(f"pin_share {config.pin_share} is not in 0..1")

@@ -1,0 +1,144 @@
+"""Who holds what: sessions, their sequences, the ranges of slots a sequence owns, and fences.
+
+A sequence's table has two sources.  Positions on the path of the prefix tree, up to `base`, are read from the tree's
+slots under one hold on the deepest node; everything else stands in `own`, ordered by position:
+
+    position   0 ............ base ............ length ........ capacity
+               tree path       own, unpublished   own, unwritten
+
+    below base, ranges of `own` are private copies of what the tree has (kind DUPLICATE) or copies made for the tail
+    (kind PEELED); the sequence reads those, not the tree's.
+
+Fences.  Slots and holds that a sequence gives back stay untouchable until the step named with them has completed in
+all members of the session's group.  A session keeps them in a heap by step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from enum import IntEnum
+
+import msgspec
+
+from kvslot.allocator.results import UNLIMITED
+
+OWN, DUPLICATE, PEELED = range(3)
+NO_STEP = 2**63 - 1
+
+
+class Range(msgspec.Struct, gc=False, eq=False):
+    """`length` slots from `slot` on, private to the sequences that hold it, for positions from `position` on."""
+
+    position: int
+    slot: int
+    length: int
+    kind: int = OWN
+    refs: int = 1
+    fence: int = 0  # the latest step named by a holder that let go before the last one did
+    holders: list[Sequence] | None = None  # only where forks share it
+
+
+class Sequence(msgspec.Struct, gc=False, eq=False):
+    """One running request.  Its references to its session and back are cut when it ends."""
+
+    handle: int
+    session: Session
+    root: int
+    node: int  # deepest node held
+    base: int  # positions [0, base) are on the path to `node`
+    length: int  # tokens known to have a place: the prompt, then what was committed or reported written
+    capacity: int  # positions that have a slot
+    tokens: bytes  # those from position `tokens_from` on, as far as they are known
+    tokens_from: int
+    own: list[Range]
+    priority: int = 0
+    written: int = 0  # positions whose K and V the engine has reported written
+    kept_from: int = 0  # positions before it were trimmed (sliding window)
+    kept: list[int] | None = None  # nodes that hold such sources since somebody published them
+    sources: list[Range] | None = None  # shared ranges kept until this sequence ends: sources of peel copies
+
+
+class Life(IntEnum):
+    """Where a session stands."""
+
+    LIVE = 0
+    LOST = 1  # its connection ended without Bye: slots are quarantined, leases kept
+    GONE = 2  # its process is proven gone: everything is being released
+    ENDED = 3
+
+
+class Group:
+    """Sessions of one engine that has several processes: a fence has passed when it has for all members."""
+
+    __slots__ = ("completed", "members")
+
+    def __init__(self) -> None:
+        self.members: list[Session] = []
+        self.completed = 0
+
+
+class Fenced(msgspec.Struct, gc=False):
+    """Ranges (already out of every table) and a node's hold that wait for a step."""
+
+    ranges: list[Range]
+    node: int
+
+
+class Session:
+    """One connected engine process (or one of several, in a group)."""
+
+    __slots__ = (
+        "append",
+        "charged",
+        "completed",
+        "fenced",
+        "fences",
+        "group",
+        "handle",
+        "life",
+        "movable",
+        "owes",
+        "page",
+        "peel_max",
+        "pins",
+        "quota",
+        "sequences",
+        "stalled",
+        "submitted",
+        "swept",
+        "_serial",
+    )
+
+    def __init__(self, handle: int, *, page: int, quota: int, append: str, peel_max: int, movable: bool) -> None:
+        self.handle = handle
+        self.page = page  # slots per page of its kernels; 1 for token-granular ones
+        self.quota = quota
+        self.append = append
+        self.peel_max = peel_max
+        self.movable = movable
+        self.sequences: dict[int, Sequence] = {}
+        self.pins: dict[int, int] = {}  # pin handle -> node
+        self.charged = 0  # private, fenced and quarantined slots it took
+        self.submitted = 0
+        self.completed = 0
+        self.fences: list[tuple[int, int, Fenced]] = []
+        self._serial = 0
+        self.group: Group | None = None
+        self.life = Life.LIVE
+        self.stalled = False
+        self.owes: dict[int, float] = {}  # sequence -> deadline of the Preempt it has not answered
+        self.fenced = 0  # slots of `fences`
+        self.swept: list[tuple[Range, int]] = []  # ranges the sweep has quarantined, with the state they had
+
+    def passed(self) -> int:
+        """The last step that has completed everywhere it must; every step, once the process is gone."""
+        if self.life == Life.GONE:
+            return NO_STEP
+        return self.completed if self.group is None else self.group.completed
+
+    def fence(self, step: int, fenced: Fenced) -> None:
+        self._serial += 1
+        heapq.heappush(self.fences, (step, self._serial, fenced))
+
+    def quota_left(self) -> int:
+        return UNLIMITED if self.quota >= UNLIMITED else self.quota - self.charged

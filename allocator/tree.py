@@ -1,0 +1,476 @@
+"""The prefix tree: what is cached, token-exact, one root per namespace.
+
+A node is an edge of a radix tree: a run of tokens with the slots that hold their K and V.  Nodes are numbers; their
+fields are columns of flat arrays, their tokens one `bytes` object each, so 200,000 nodes are a dozen buffers to the
+garbage collector, and nothing here is per token.
+
+    parent    0 for a root                        kid     0 leaf · > 0 the only child · < 0 index into `fans`
+    depth     tokens before this node             length  tokens of this node
+    slot      first slot of the only extent, or -1: the extents stand in `scattered`
+    holds     leases, pins and moves that end here + children with holds > 0
+    tick      last access                         flags, priority, expiry
+
+Keys are compared as tokens, never by hash.  A node with several children finds the next by its first token (in opaque
+layouts: its first block) in a dict, which compares those bytes in full; the rest of the edge is compared in one
+`startswith`.  Nothing recurses, so a chain of 100,000 nodes is walked like one of ten.
+
+    evictable = tokens of nodes with holds == 0
+
+A hold keeps all ancestors, and a node counts itself in its parent's holds only while it has some, so taking a lease
+touches only the part of the path that nobody held before.  A split puts the new node above: the old number stays with
+the lower part and with it every lease, which is then held a little wider than needed, never narrower.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvslot.allocator.eviction import Evictor
+
+MOVING_FLAG, REUSED_FLAG, PINNED_FLAG = 1, 2, 4
+WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
+_PARTS = 256
+_NUMPY_FROM = 4096  # bytes from which numpy finds the first difference faster than bisection does
+
+
+class WideFan:
+    """A dict of children in 256 parts: a dict of 200,000 entries would stall the caller for 10 ms when it grows."""
+
+    __slots__ = ("_parts", "_size")
+
+    def __init__(self, fan: dict[bytes, int]) -> None:
+        self._parts: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        self._size = 0
+        for key, node in fan.items():
+            self[key] = node
+
+    def get(self, key: bytes, default: int = 0) -> int:
+        return self._parts[hash(key) & (_PARTS - 1)].get(key, default)
+
+    def __setitem__(self, key: bytes, node: int) -> None:
+        part = self._parts[hash(key) & (_PARTS - 1)]
+        self._size += key not in part
+        part[key] = node
+
+    def __delitem__(self, key: bytes) -> None:
+        del self._parts[hash(key) & (_PARTS - 1)][key]
+        self._size -= 1
+
+    def __len__(self) -> int:
+        return self._size
+
+    def values(self) -> Iterator[int]:
+        for part in self._parts:
+            yield from part.values()
+
+
+Fan = dict[bytes, int] | WideFan
+
+
+class PrefixTree:
+    """Columns, fans and the walks over them.  `unit` tokens is the grain: 1, or block_size in opaque layouts."""
+
+    __slots__ = (
+        "_empty_fans",
+        "_unit_bytes",
+        "depth",
+        "evictable",
+        "evictor",
+        "expiry",
+        "fans",
+        "flags",
+        "free_nodes",
+        "holds",
+        "keys",
+        "kid",
+        "length",
+        "nodes",
+        "parent",
+        "priority",
+        "scattered",
+        "slot",
+        "tick",
+        "tokens",
+        "unit",
+    )
+
+    def __init__(self, evictor: Evictor, unit: int = 1) -> None:
+        self.unit = unit
+        self._unit_bytes = 4 * unit
+        self.evictor = evictor
+        self.parent = array("i", [0])
+        self.kid = array("i", [0])
+        self.depth = array("i", [0])
+        self.length = array("i", [0])
+        self.slot = array("i", [0])
+        self.holds = array("i", [0])
+        self.tick = array("q", [0])
+        self.flags = array("B", [0])
+        self.priority = array("b", [0])
+        self.keys: list[bytes] = [b""]
+        self.expiry: dict[int, float] = {}
+        self.scattered: dict[int, list[int]] = {}
+        self.fans: list[Fan] = [{}]
+        self._empty_fans: list[int] = []
+        self.free_nodes: list[int] = []
+        self.nodes = 0  # live nodes, roots included
+        self.tokens = 0  # tokens of live nodes
+        self.evictable = 0
+
+    # -- nodes -------------------------------------------------------------------------------------------------
+
+    def _new(self, parent: int, key: bytes, depth: int, tick: int) -> int:
+        if not self.free_nodes:
+            self._grow()
+        node = self.free_nodes.pop()
+        self.parent[node] = parent
+        self.kid[node] = 0
+        self.depth[node] = depth
+        self.length[node] = len(key) >> 2
+        self.holds[node] = 0
+        self.tick[node] = tick
+        self.flags[node] = 0
+        self.priority[node] = 0
+        self.keys[node] = key
+        self.nodes += 1
+        return node
+
+    def _grow(self) -> None:
+        old = len(self.keys)
+        more = max(1024, old // 4)
+        for column in (self.parent, self.kid, self.depth, self.length, self.slot, self.holds):
+            column.frombytes(bytes(4 * more))
+        self.tick.frombytes(bytes(8 * more))
+        self.flags.frombytes(bytes(more))
+        self.priority.frombytes(bytes(more))
+        self.keys.extend([b""] * more)
+        self.evictor.resize(old + more)
+        self.free_nodes.extend(range(old + more - 1, old - 1, -1))
+
+    def root(self) -> int:
+        """A new empty tree; its root holds no tokens and is never evicted."""
+        node = self._new(0, b"", 0, 0)
+        self.slot[node] = 0
+        self.holds[node] = 1
+        return node
+
+    def extents(self, node: int) -> list[int]:
+        """The node's slots as a flat list slot, length, ..."""
+        slot = self.slot[node]
+        return [slot, self.length[node]] if slot >= 0 else self.scattered[node]
+
+    def set_extents(self, node: int, extents: list[int]) -> None:
+        """Gives the node its slots: flat slot, length, ... with lengths that sum to the node's."""
+        if len(extents) == 2:
+            self.slot[node] = extents[0]
+            self.scattered.pop(node, None)
+        else:
+            self.slot[node] = -1
+            self.scattered[node] = extents
+
+    # -- walks -------------------------------------------------------------------------------------------------
+
+    def match(self, root: int, tokens: bytes, path: list[int]) -> int:
+        """Walks down from `root` as far as `tokens` (little-endian int32) agree; appends the nodes entered to `path`.
+
+        Returns the tokens matched.  The last node of the path may have been matched in part.
+        """
+        node, at, end = root, 0, len(tokens)
+        kid, keys, fans, unit = self.kid, self.keys, self.fans, self._unit_bytes
+        startswith = tokens.startswith
+        while at < end:
+            child = kid[node]
+            if child <= 0:
+                if not child:
+                    break
+                child = fans[-child].get(tokens[at : at + unit], 0)
+                if not child:
+                    break
+            key = keys[child]
+            if startswith(key, at):
+                path.append(child)
+                at += len(key)
+                node = child
+                continue
+            common = common_prefix(tokens, at, key, unit)
+            if common:
+                path.append(child)
+                at += common
+            break
+        return at >> 2
+
+    def child(self, node: int, tokens: bytes, at: int) -> int:
+        """The child of `node` whose edge begins like tokens[at:] (bytes), by its first unit only; 0 when there is none."""
+        child = self.kid[node]
+        unit = self._unit_bytes
+        if child > 0:
+            return child if tokens.startswith(self.keys[child][:unit], at) else 0
+        return self.fans[-child].get(tokens[at : at + unit], 0) if child else 0
+
+    def children(self, node: int) -> list[int]:
+        """All children, in no order."""
+        child = self.kid[node]
+        if child >= 0:
+            return [child] if child else []
+        return list(self.fans[-child].values())
+
+    def path_extents(self, path: list[int], hit: int, out: list[int]) -> None:
+        """Appends the slots of the first `hit` tokens along `path`, neighbours merged, to the flat list `out`."""
+        slots, lengths = self.slot, self.length
+        end = -1
+        for node in path:
+            slot = slots[node]
+            if slot >= 0:
+                n = lengths[node]
+                if n > hit:
+                    n = hit
+                hit -= n
+                if slot == end:
+                    out[-1] += n
+                    end += n
+                elif n:
+                    out.append(slot)
+                    out.append(n)
+                    end = slot + n
+            else:
+                pieces = self.scattered[node]
+                for i in range(0, len(pieces), 2):
+                    slot, n = pieces[i], pieces[i + 1]
+                    if n > hit:
+                        n = hit
+                    if not n:
+                        break
+                    hit -= n
+                    if slot == end:
+                        out[-1] += n
+                    else:
+                        out.append(slot)
+                        out.append(n)
+                    end = slot + n
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from below the root down to `node`."""
+        path = []
+        parent = self.parent
+        while parent[node]:
+            path.append(node)
+            node = parent[node]
+        path.reverse()
+        return path
+
+    # -- holds -------------------------------------------------------------------------------------------------
+
+    def hold(self, node: int) -> None:
+        """Keeps `node` and all above it from being evicted."""
+        holds, parent = self.holds, self.parent
+        before = holds[node]
+        holds[node] = before + 1
+        if before:
+            return
+        if not self.kid[node]:
+            self.evictor.discard(node)
+        lengths = self.length
+        freed = 0
+        while not before:
+            freed += lengths[node]
+            node = parent[node]
+            before = holds[node]  # a root always holds itself, so this ends there at the latest
+            holds[node] = before + 1
+        self.evictable -= freed
+
+    def unhold(self, node: int, tick: int) -> None:
+        """Gives a hold back; a leaf nobody holds any longer becomes a candidate for eviction."""
+        holds, parent = self.holds, self.parent
+        left = holds[node] - 1
+        assert left >= 0
+        holds[node] = left
+        self.tick[node] = tick
+        if left:
+            return
+        if not self.kid[node]:
+            self.evictor.add(node, self.length[node])
+        lengths = self.length
+        gained = 0
+        while not left:
+            gained += lengths[node]
+            node = parent[node]
+            left = holds[node] - 1
+            holds[node] = left
+        self.evictable += gained
+
+    # -- changes -----------------------------------------------------------------------------------------------
+
+    def add(self, parent: int, key: bytes, extents: list[int], tick: int) -> int:
+        """A new leaf under `parent`; no child of it may begin with the same unit.  The leaf is held once."""
+        node = self._new(parent, key, self.depth[parent] + self.length[parent], tick)
+        self.set_extents(node, extents)
+        if not self.kid[parent] and not self.holds[parent]:
+            self.evictor.discard(parent)
+        self._link(parent, key[: self._unit_bytes], node)
+        self.tokens += len(key) >> 2
+        # Held from birth: the holds of the path rise as if it had been evictable a moment ago.
+        self.evictable += self.length[node]
+        self.hold(node)
+        return node
+
+    def split(self, node: int, at: int) -> int:
+        """Splits `node` after its first `at` tokens; returns the new upper node.  Moves no data, changes no lease."""
+        key = self.keys[node]
+        parent = self.parent[node]
+        upper = self._new(parent, key[: 4 * at], self.depth[node], self.tick[node])
+        unit = self._unit_bytes
+        first = key[:unit]
+        child = self.kid[parent]
+        if child > 0:
+            self.kid[parent] = upper
+        else:
+            self.fans[-child][first] = upper
+        self.kid[upper] = node
+        self.parent[node] = upper
+        self.keys[node] = key[4 * at :]
+        self.depth[node] += at
+        self.length[node] -= at
+        slot = self.slot[node]
+        if slot >= 0:
+            self.slot[upper] = slot
+            self.slot[node] = slot + at
+        else:
+            front, back = split_extents(self.scattered.pop(node), at)
+            self.set_extents(upper, front)
+            self.set_extents(node, back)
+        self.holds[upper] = 1 if self.holds[node] else 0
+        self.flags[upper] = self.flags[node] & ~MOVING_FLAG
+        self.priority[upper] = self.priority[node]
+        if node in self.expiry:
+            self.expiry[upper] = self.expiry[node]
+        self.evictor.split(upper, node)
+        return upper
+
+    def remove(self, node: int) -> list[int]:
+        """Removes an unheld leaf; returns its slots.  A parent left without children becomes a candidate itself."""
+        assert not self.kid[node]
+        assert not self.holds[node]
+        parent = self.parent[node]
+        extents = self.extents(node)
+        length = self.length[node]
+        key = self.keys[node]
+        self.evictor.discard(node)
+        self._unlink(parent, key[: self._unit_bytes])
+        self.tokens -= length
+        self.evictable -= length
+        if self.tick[parent] < self.tick[node]:
+            self.tick[parent] = self.tick[node]
+        if not self.kid[parent] and not self.holds[parent]:
+            # The last child died of age, so the parent is as old, unless it was used alone since.
+            self.evictor.exposed(parent, self.length[parent], self.tick[parent] > self.tick[node])
+        self.keys[node] = b""
+        self.scattered.pop(node, None)
+        self.expiry.pop(node, None)
+        self.parent[node] = 0
+        self.length[node] = 0
+        self.free_nodes.append(node)
+        self.nodes -= 1
+        return extents
+
+    def trim_tail(self, node: int, tokens: int) -> list[int]:
+        """Takes the last `tokens` tokens (fewer than all) off an unheld leaf; returns their slots."""
+        length = self.length[node] - tokens
+        assert length > 0
+        self.keys[node] = self.keys[node][: 4 * length]
+        self.length[node] = length
+        self.tokens -= tokens
+        self.evictable -= tokens
+        slot = self.slot[node]
+        if slot >= 0:
+            return [slot + length, tokens]
+        front, back = split_extents(self.scattered.pop(node), length)
+        self.set_extents(node, front)
+        return back
+
+    def _link(self, parent: int, first: bytes, node: int) -> None:
+        child = self.kid[parent]
+        if not child:
+            self.kid[parent] = node
+        elif child > 0:
+            fan = {self.keys[child][: self._unit_bytes]: child, first: node}
+            if self._empty_fans:
+                index = self._empty_fans.pop()
+                self.fans[index] = fan
+            else:
+                index = len(self.fans)
+                self.fans.append(fan)
+            self.kid[parent] = -index
+        else:
+            wide = self.fans[-child]
+            wide[first] = node
+            if len(wide) == WIDE and isinstance(wide, dict):
+                self.fans[-child] = WideFan(wide)
+
+    def _unlink(self, parent: int, first: bytes) -> None:
+        child = self.kid[parent]
+        if child > 0:
+            self.kid[parent] = 0
+            return
+        fan = self.fans[-child]
+        del fan[first]
+        if len(fan) == 1:
+            self.kid[parent] = next(iter(fan.values()))
+            self.fans[-child] = {}
+            self._empty_fans.append(-child)
+
+    # -- for tools ---------------------------------------------------------------------------------------------
+
+    def live(self) -> Iterator[int]:
+        """All live nodes in number order, roots included; O(nodes ever)."""
+        dead = set(self.free_nodes)
+        return (node for node in range(1, len(self.keys)) if node not in dead)
+
+    def bytes_used(self) -> int:
+        """Bytes of the columns, fans and key objects, token bytes excluded."""
+        import sys
+
+        columns = (self.parent, self.kid, self.depth, self.length, self.slot, self.holds, self.tick, self.flags, self.priority)
+        size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys)
+        size += sum(sys.getsizeof(key) - len(key) for key in self.keys if key)
+        for fan in self.fans:
+            size += sys.getsizeof(fan) + 32 * len(fan) + (33 + self._unit_bytes) * len(fan)
+        size += sum(sys.getsizeof(e) + 32 * len(e) + 100 for e in self.scattered.values())
+        return size + self.evictor.bytes_used()
+
+
+def common_prefix(tokens: bytes, at: int, key: bytes, unit: int) -> int:
+    """Bytes, in whole units, that tokens[at:] and `key` have in common at the front."""
+    if not tokens.startswith(key[:unit], at):
+        return 0
+    bound = min(len(key), len(tokens) - at)
+    if bound > _NUMPY_FROM and not key.startswith(tokens[at : at + bound]):
+        a = np.frombuffer(tokens, dtype=np.int32, count=bound >> 2, offset=at)
+        b = np.frombuffer(key, dtype=np.int32, count=bound >> 2)
+        bound = 4 * int((a != b).argmax())
+        return bound - bound % unit
+    low, high = 1, bound // unit
+    if tokens.startswith(key[: high * unit], at):
+        return high * unit
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if tokens.startswith(key[low * unit : middle * unit], at + low * unit):
+            low = middle
+        else:
+            high = middle - 1
+    return low * unit
+
+
+def split_extents(extents: list[int], at: int) -> tuple[list[int], list[int]]:
+    """Splits a flat extent list after `at` slots (more than 0, fewer than all)."""
+    for i in range(0, len(extents), 2):
+        n = extents[i + 1]
+        if at < n:
+            front = extents[:i]
+            if at:
+                front += (extents[i], at)
+            return front, [extents[i] + at, n - at, *extents[i + 2 :]]
+        at -= n
+    return extents, []
