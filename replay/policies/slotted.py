@@ -1,0 +1,176 @@
+"""`slotted`: kvslot's own core, driven as its client library drives it.
+
+    row of a request:   [ the tree's extents | own extents ........ | growth run ]
+                          hit, any token        prompt's rest         asked for once half of the last is used
+
+Slots are handed out by run: a piece may begin at any slot and end at any slot, so several short pieces share a block,
+and a prompt of 30,000 tokens is one extent where the free space allows.  Hits end at any token.  Nothing is copied to
+append (`chain`).  This module only translates; all rules are the core's.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+import numpy as np
+
+from kvslot.allocator import Admitted as Ok
+from kvslot.allocator import BadRequest, Grown, Never, Pool, PoolConfig, Session, Space
+from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
+from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
+from kvslot.replay.policies._sequences import check_config, prompt_length, unknown
+
+PICTURE_MAX: Final = 4096
+
+
+class SlottedPolicy:
+    """One pool with one namespace; each engine is a session of it."""
+
+    name: ClassVar[str] = "slotted"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        check_config(config)
+        blocks = config.pool_tokens // config.block_size
+        try:
+            self.pool = Pool(
+                PoolConfig(
+                    blocks=blocks,
+                    block_size=config.block_size,
+                    watermark=config.watermark,
+                    eviction=config.eviction,
+                )
+            )
+        except BadRequest as error:
+            raise ValueError(str(error)) from None
+        self._root = self.pool.open_space(Space())
+        self._sessions = [self.pool.open_session() for _ in range(config.engine_count)]
+        self._live: dict[int, tuple[Session, int, int]] = {}
+        self._requests: dict[int, int] = {}
+        """Sequence -> request."""
+        self._ahead = self.pool.quantum - self.pool.quantum // 2
+        """How far into its last run a sequence is when it asks for the next."""
+        self._refused = (0, 0, self._sessions[0])
+        """Request, ticket and session of the last LATER."""
+
+    @property
+    def granularity(self) -> int:
+        return 1
+
+    def admit(self, request: int, tokens: bytes, engine: int, now: float) -> Admitted | Refused:
+        length = prompt_length(request, tokens, self._live)
+        pool = self.pool
+        session = self._sessions[engine]
+        refused, ticket, asked = self._refused
+        if ticket:
+            if refused != request:
+                # The line moved on without it (dropped, or a preempted one came first): give its place up.
+                pool.admission.withdraw(asked, ticket)
+                ticket = 0
+            self._refused = (0, 0, session)
+        answer = pool.allocate(session, self._root, tokens, now=now, ticket=ticket)
+        if isinstance(answer, Ok):
+            handle = answer.sequence
+            self._live[request] = (session, handle, length)
+            self._requests[handle] = request
+            capacity = answer.capacity
+            return Admitted(answer.hit, capacity, self._ask_at(length, capacity))
+        if isinstance(answer, Never):
+            return Refused(True, answer.needed)
+        self._refused = (request, answer.ticket, session)
+        return Refused(False, answer.needed)
+
+    def prefilled(self, request: int, now: float) -> None:
+        session, handle, length = self._get(request)
+        self.pool.commit(session, handle, length)
+
+    def grow(self, request: int, length: int, now: float) -> Room | None:
+        session, handle, _ = self._get(request)
+        pool = self.pool
+        pool.wrote(session, handle, length - 1)
+        capacity = 0
+        while capacity < length:
+            answer = pool.extend(session, handle, now=now)
+            if not isinstance(answer, Grown):
+                return None
+            capacity = answer.capacity
+        return Room(capacity, self._ask_at(length, capacity))
+
+    def finish(self, request: int, output: bytes, now: float) -> None:
+        session, handle, length = self._get(request)
+        if output:
+            self.pool.commit(session, handle, length + (len(output) >> 2), output)
+        self._release(request, session, handle, now)
+
+    def abort(self, request: int, now: float) -> None:
+        session, handle, _ = self._get(request)
+        self._release(request, session, handle, now)
+
+    def _release(self, request: int, session: Session, handle: int, now: float) -> None:
+        self.pool.free(session, handle, now=now)
+        del self._live[request], self._requests[handle]
+        self.pool.pushes.clear()  # the engine reads none: it asks again by itself, and names its victims by `victim`
+
+    def _get(self, request: int) -> tuple[Session, int, int]:
+        try:
+            return self._live[request]
+        except KeyError:
+            raise unknown(request) from None
+
+    def _ask_at(self, length: int, capacity: int) -> int:
+        early = capacity - self._ahead
+        return early if early > length else capacity
+
+    def victim(self) -> int | None:
+        return self._requests[max(self._requests)] if self._requests else None
+
+    def gauges(self) -> Gauges:
+        pool = self.pool
+        counts = pool.ledger.counts
+        return Gauges(
+            usable=pool.usable,
+            blocks_in_use_slots=pool.usable - pool.runs.blocks_free * pool.block_size,
+            tokens_held=counts[CACHED] + counts[PRIVATE] - pool.unwritten - pool.duplicates - pool.peeled,
+            private=counts[PRIVATE] - pool.unwritten,
+            cached=counts[CACHED],
+            reserved=pool.unwritten,
+            duplicates=pool.duplicates,
+            peeled=pool.peeled,
+            fenced=counts[FENCED],
+            quarantined=counts[QUARANTINED],
+            moving=counts[MOVING],
+            free=counts[FREE],
+            evictable=pool.tree.evictable,
+            largest_free_run=pool.runs.longest(),
+            live_sequences=len(self._live),
+        )
+
+    def counters(self) -> Counters:
+        pool = self.pool
+        return Counters(
+            copied_tokens=pool.copied_tokens,
+            moved_tokens=pool.moves.moved_tokens,
+            extents=pool.extents_given,
+            extent_tokens=pool.extent_tokens,
+            evicted_tokens=pool.evicted_tokens,
+        )
+
+    def blocks(self) -> bytes:
+        pool = self.pool
+        blocks = pool.config.blocks
+        buckets = min(blocks, PICTURE_MAX)
+        edges = np.arange(buckets + 1, dtype=np.int64) * blocks // buckets * pool.block_size
+        runs = pool.runs.length_at
+        starts = np.fromiter(runs, dtype=np.int64, count=len(runs))
+        order = np.argsort(starts)
+        starts = starts[order]
+        lengths = np.fromiter(runs.values(), dtype=np.int64, count=len(runs))[order]
+        free_before = np.concatenate(([0], np.cumsum(lengths)))
+        # Free slots before each edge: whole runs, and the part of the one that the edge cuts.
+        index = np.searchsorted(starts, edges, side="left")
+        cut = np.zeros(len(edges), dtype=np.int64)
+        if len(runs):
+            last = np.maximum(index - 1, 0)
+            cut = np.where(index > 0, np.maximum(starts[last] + lengths[last] - edges, 0), 0)
+        free = np.diff(free_before[index] - cut)
+        size = np.diff(edges)
+        return ((size - free) * 255 // size).astype(np.uint8).tobytes()
