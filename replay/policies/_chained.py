@@ -19,14 +19,15 @@ Rules, all of them the engine's:
 - Tables are append-only: when a block fills up whose key is held by another block already, both keep it (a duplicate).
   The older one serves hits.
 
-Cost: a look-up is one hash and one dict probe per block hit; to take or give back a block is O(1).  Nothing grows
-with the pool: blocks never used are a number, not a list, and per-block state is two flat lists.
+Cost: a look-up is one hash and one dict probe per block hit; to take or give back a block is O(1), and many at once are
+linked at once.  Nothing grows with the pool: blocks never used are a number, not a list; per-block state is four flat
+lists (an ordered dict would be as fast on average, but stands still for milliseconds whenever it is resized).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -57,9 +58,10 @@ class Table:
 class Shortage:
     """Why `allocate` refused: what it would have taken, and what could be taken."""
 
-    __slots__ = ("blocks", "hit", "revived")
+    __slots__ = ("blocks", "hit", "keys", "revived")
 
-    def __init__(self, blocks: int, revived: int, hit: int) -> None:
+    def __init__(self, keys: list[int], blocks: int, revived: int, hit: int) -> None:
+        self.keys = keys
         self.blocks = blocks
         """New blocks it needed."""
         self.revived = revived
@@ -74,6 +76,9 @@ class ChainedPool:
         self.total = blocks
         self.block_size = block_size
         self._stride = block_size * TOKEN_BYTES
+        self._cut = Struct(
+            f"{self._stride}s"
+        ).iter_unpack  # cuts tokens into blocks, faster than slicing does
         self._references = [0] * blocks
         self._key: list[int | None] = [None] * blocks
         self._index: dict[int, int | list[int]] = {}
@@ -83,9 +88,12 @@ class ChainedPool:
         """Free blocks without a key; a stack."""
         self._fresh = 0
         """Blocks fresh..total-1 were never handed out."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Free blocks with a key, next to be evicted first.  An ordered dict is the doubly linked list that is needed
-        here (taken from the middle on a hit), with its links in C."""
+        self.idle = 0
+        """Free blocks that still have their key."""
+        self._after = [blocks] * (blocks + 1)
+        self._before = [blocks] * (blocks + 1)
+        """Links between the idle blocks, next to be evicted first; place `blocks` is before the first, after the last.
+        Of the others' links nothing is promised."""
         self.keyed = 0
         self.duplicates = 0
         """Keyed blocks whose key an older block holds as well."""
@@ -97,39 +105,42 @@ class ChainedPool:
     @property
     def free(self) -> int:
         """Blocks that could be handed out now: empty ones and idle keyed ones."""
-        return len(self._bare) + self.total - self._fresh + len(self._idle)
+        return len(self._bare) + self.total - self._fresh + self.idle
 
     @property
     def empty(self) -> int:
         """Free blocks that hold nothing."""
         return len(self._bare) + self.total - self._fresh
 
-    @property
-    def idle(self) -> int:
-        """Free blocks that still have their key."""
-        return len(self._idle)
-
     def probe(self, tokens: bytes) -> int:
         """Tokens of this prompt that are cached; no side effects."""
         return len(self._match(tokens)[1]) * self.block_size
 
-    def allocate(self, tokens: bytes, keep_free: int = 0) -> Table | Shortage:
+    def allocate(self, tokens: bytes, keep_free: int = 0, keys: list[int] | None = None) -> Table | Shortage:
         """A table for the whole prompt: cached blocks where there are any, new ones for the rest; all or nothing.
 
-        `keep_free` blocks must remain free afterwards."""
-        keys, hits = self._match(tokens)
-        new = -(-len(tokens) // self._stride) - len(hits)
+        `keep_free` blocks must remain free afterwards.  `keys`: those that an earlier try for this prompt worked out
+        (`Shortage.keys`), as an engine keeps them with a request that waits."""
+        keys, hits = self._match(tokens, keys)
+        hit = len(hits)
+        new = -(-len(tokens) // self._stride) - hit
         references = self._references
-        idle = self._idle
         revived = [block for block in hits if not references[block]]
-        if new + len(revived) + keep_free > len(self._bare) + self.total - self._fresh + len(idle):
-            return Shortage(new, len(revived), len(hits) * self.block_size)
-        for block in revived:
-            del idle[block]
+        if new + len(revived) + keep_free > len(self._bare) + self.total - self._fresh + self.idle:
+            return Shortage(keys, new, len(revived), hit * self.block_size)
+        if revived:
+            after = self._after
+            before = self._before
+            self.idle -= len(revived)
+            for block in revived:
+                following = after[block]
+                leading = before[block]
+                after[leading] = following
+                before[following] = leading
         for block in hits:
             references[block] += 1
-        table = Table(hits, keys, len(hits) * self.block_size)
-        hits.extend(self._take(new))
+        table = Table(hits, keys, hit * self.block_size)
+        hits += self._take(new)
         return table
 
     def extend(self, table: Table, blocks: int = 1) -> bool:
@@ -149,13 +160,10 @@ class ChainedPool:
         self._chain(keys, tokens, full)
         index = self._index
         key_of = self._key
-        for place in range(first, full):
-            block = table.blocks[place]
-            key = keys[place]
-            assert key_of[block] is None
+        for block, key in zip(table.blocks[first:full], keys[first:full], strict=True):
             key_of[block] = key
             held = index.setdefault(key, block)
-            if held != block:
+            if held is not block:  # it was there before
                 self.duplicates += 1
                 if isinstance(held, int):
                     index[key] = [held, block]
@@ -168,18 +176,28 @@ class ChainedPool:
         """Give the table's blocks back, the last one first."""
         references = self._references
         key_of = self._key
-        idle = self._idle
         bare = self._bare
+        after = self._after
+        before = self._before
+        end = self.total
+        last = before[end]
+        idle = 0
         for block in reversed(table.blocks):
             left = references[block] - 1
-            assert left >= 0
             references[block] = left
-            if not left:
-                if key_of[block] is None:
-                    bare.append(block)
-                    self.empties_changed += 1
-                else:
-                    idle[block] = None
+            if left:
+                continue
+            if key_of[block] is None:
+                bare.append(block)
+                self.empties_changed += 1
+            else:
+                after[last] = block
+                before[block] = last
+                last = block
+                idle += 1
+        after[last] = end
+        before[end] = last
+        self.idle += idle
         table.blocks = []
         table.published = 0
 
@@ -201,10 +219,17 @@ class ChainedPool:
                 assert place >= table.published or self._key[block] == table.keys[place]
         assert references == self._references
         used = [block for block, count in enumerate(references) if count]
-        seen = used + list(self._bare) + list(range(self._fresh, self.total)) + list(self._idle)
+        idle: list[int] = []
+        block = self._after[self.total]
+        while block != self.total and len(idle) <= self.total:
+            assert self._before[self._after[block]] == block
+            idle.append(block)
+            block = self._after[block]
+        assert len(idle) == self.idle
+        seen = used + self._bare + list(range(self._fresh, self.total)) + idle
         assert sorted(seen) == list(range(self.total))
         assert all(self._key[block] is None for block in self._bare)
-        assert all(self._key[block] is not None for block in self._idle)
+        assert all(self._key[block] is not None for block in idle)
         held: dict[int, set[int]] = {}
         for block, key in enumerate(self._key):
             if key is not None:
@@ -216,34 +241,40 @@ class ChainedPool:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _match(self, tokens: bytes) -> tuple[list[int], list[int]]:
-        """-> keys worked out (one past the hits, if there is one more full block), blocks hit.
+    def _match(self, tokens: bytes, keys: list[int] | None = None) -> tuple[list[int], list[int]]:
+        """-> keys of leading blocks, as far as they were worked out (one past the hits), and the blocks hit.
 
         Keys past the first miss are left to `publish`: a prompt that is refused or new costs one hash here."""
         stride = self._stride
         find = self._index.get
-        key = _ROOT
-        keys: list[int] = []
-        hits: list[int] = []
+        hits: list[int | list[int]] = []
+        if keys is None:
+            keys = []
         # The last token is always computed anew, so only blocks that end before it can be hit.
-        for start in range(0, len(tokens) - TOKEN_BYTES - stride + 1, stride):
-            key = hash((key, tokens[start : start + stride]))
-            keys.append(key)
-            block = find(key)
-            if block is None:
+        most = (len(tokens) - TOKEN_BYTES) // stride
+        for key in keys[:most]:
+            found = find(key)
+            if found is None:
+                most = 0
                 break
-            hits.append(block if isinstance(block, int) else block[0])
-        return keys, hits
+            hits.append(found)
+        key = keys[-1] if keys else _ROOT
+        for (chunk,) in self._cut(memoryview(tokens)[len(keys) * stride : most * stride]):
+            key = hash((key, chunk))
+            keys.append(key)
+            found = find(key)
+            if found is None:
+                break
+            hits.append(found)
+        return keys, [block if isinstance(block, int) else block[0] for block in hits]
 
     def _chain(self, keys: list[int], tokens: bytes, full: int) -> None:
         """Bring `keys` up to `full` blocks."""
         stride = self._stride
         known = len(keys)
         key = keys[-1] if known else _ROOT
-        keys += [
-            key := hash((key, tokens[start : start + stride]))
-            for start in range(known * stride, full * stride, stride)
-        ]
+        chunks = self._cut(memoryview(tokens)[known * stride : full * stride])
+        keys += [key := hash((key, chunk)) for (chunk,) in chunks]
 
     def _take(self, count: int) -> list[int]:
         """`count` blocks with one reference each; the caller has checked that there are so many."""
@@ -269,22 +300,25 @@ class ChainedPool:
 
     def _evict(self, count: int, into: list[int]) -> None:
         """Hand out the `count` idle blocks that were freed longest ago, and forget their keys."""
-        pop = self._idle.popitem
         index = self._index
         key_of = self._key
+        after = self._after
+        end = self.total
+        block = after[end]
         for _ in range(count):
-            block = pop(last=False)[0]
+            assert block != end
             key = key_of[block]
             assert key is not None
             key_of[block] = None
-            held = index[key]
-            if isinstance(held, int):
-                del index[key]
-            else:
+            held = index.pop(key)
+            if not isinstance(held, int):
                 self.duplicates -= 1
                 held.remove(block)
-                if len(held) == 1:
-                    index[key] = held[0]
+                index[key] = held if len(held) > 1 else held[0]
             into.append(block)
+            block = after[block]
+        after[end] = block
+        self._before[block] = end
+        self.idle -= count
         self.keyed -= count
         self.evicted += count

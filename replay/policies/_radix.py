@@ -9,9 +9,10 @@ What a place is, the policy decides: a slot in `token`, a block in `paged`.
 In use: a request that runs holds the node at which its cached prefix ends, and thereby all nodes above; `locks` counts
 that on every node of the path, so a node whose count is 0 has no descendant in use.
 
-Order of eviction.  `idle` holds exactly the nodes with no lock, oldest first.  A path is released from its end
-upwards, so a parent enters after all of its children; and it leaves when a child is locked again.  Hence the head of
-`idle` is always a leaf, and the one released longest ago: least recently used leaf first, in O(1), without a heap.
+Order of eviction.  Exactly the nodes with no lock are linked in a ring, oldest first, the root between its two ends.
+A path is released from its end upwards, so a parent enters after all of its children; and it leaves when a child is
+locked again.  Hence the first one is always a leaf, the one released longest ago: least recently used leaf first, in
+O(1), without a heap.
 
 Costs: a look-up is one dict probe and one comparison (`bytes.startswith`, a memcmp) per node on its path, plus a
 bisection in the last one; locking is one step per node on the path.  Nothing grows with the number of nodes.
@@ -20,7 +21,6 @@ bisection in the last one; locking is one step per node on the path.  Nothing gr
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 
 from kvslot.replay.policies._sequences import TOKEN_BYTES
 
@@ -28,7 +28,7 @@ from kvslot.replay.policies._sequences import TOKEN_BYTES
 class Node:
     """An edge of the tree with its end."""
 
-    __slots__ = ("key", "kids", "locks", "offset", "parent", "places")
+    __slots__ = ("key", "kids", "locks", "newer", "offset", "older", "parent", "places")
 
     def __init__(self, key: bytes, places: array[int], parent: Node | None, offset: int = 0) -> None:
         self.key = key
@@ -39,6 +39,9 @@ class Node:
         self.kids: dict[bytes, Node] = {}
         """By first token (its four bytes)."""
         self.locks = 0
+        self.older: Node = parent or self
+        self.newer: Node = parent or self
+        """Neighbours in the ring while `locks` is 0."""
 
     @property
     def tokens(self) -> int:
@@ -79,15 +82,14 @@ def common(tokens: bytes, start: int, key: bytes, limit: int) -> int:
 class Tree:
     """The nodes, their locks, their order of eviction and the sums over them."""
 
-    __slots__ = ("idle", "idle_places", "idle_tokens", "root", "tokens")
+    __slots__ = ("idle_places", "idle_tokens", "root", "tokens")
 
     def __init__(self) -> None:
         self.root = Node(b"", array("i"), None)
         self.root.locks = 1  # so that no walk ever takes it for idle
-        self.idle: OrderedDict[Node, None] = OrderedDict()
-        """Nodes without a lock, next to be evicted first."""
         self.idle_tokens = 0
         self.idle_places = 0
+        """Tokens and places of the nodes without a lock."""
         self.tokens = 0
 
     def match(self, tokens: bytes, node: Node | None = None, at: int = 0) -> Match:
@@ -114,7 +116,8 @@ class Tree:
         """One more request uses these nodes (a path down from the root, or from a node that it has locked already)."""
         for node in path:
             if not node.locks:
-                del self.idle[node]
+                node.older.newer = node.newer
+                node.newer.older = node.older
                 self.idle_tokens -= len(node.key) // TOKEN_BYTES
                 self.idle_places -= len(node.places)
             node.locks += 1
@@ -125,7 +128,10 @@ class Tree:
         while node is not root:
             node.locks -= 1
             if not node.locks:
-                self.idle[node] = None
+                last = root.older
+                last.newer = root.older = node
+                node.older = last
+                node.newer = root
                 self.idle_tokens += len(node.key) // TOKEN_BYTES
                 self.idle_places += len(node.places)
             assert node.parent is not None
@@ -162,24 +168,41 @@ class Tree:
         self.tokens += len(key) // TOKEN_BYTES
         return node
 
-    def evict(self, but: Node | None = None) -> Node:
-        """Take the leaf out that was released longest ago, `but` excepted; the caller gives its places back."""
-        idle = self.idle
-        node = idle.popitem(last=False)[0]
+    def oldest(self, but: Node | None = None) -> Node | None:
+        """The leaf released longest ago, `but` excepted; None: nothing can be evicted."""
+        node = self.root.newer
         if node is but:
-            node = idle.popitem(last=False)[0]
-            idle[but] = None
-            idle.move_to_end(but, last=False)
+            node = node.newer
+        return None if node is self.root else node
+
+    def evict(self, but: Node | None = None) -> Node:
+        """Take `oldest(but)` out; there must be one.  The caller gives its places back."""
+        node = self.oldest(but)
+        assert node is not None
         assert not node.kids
         parent = node.parent
         assert parent is not None
         del parent.kids[node.key[:TOKEN_BYTES]]
-        node.parent = None  # cut the cycle, so that no garbage collector is needed
+        node.older.newer = node.newer
+        node.newer.older = node.older
+        # Without these links nothing dead is kept alive, and no cycle waits for a garbage collector.
+        node.parent = None
+        node.older = node.newer = self.root
         tokens = len(node.key) // TOKEN_BYTES
         self.tokens -= tokens
         self.idle_tokens -= tokens
         self.idle_places -= len(node.places)
         return node
+
+    def idle(self) -> list[Node]:
+        """Nodes without a lock, next to be evicted first; for recounts."""
+        found: list[Node] = []
+        node = self.root.newer
+        while node is not self.root:
+            assert node.newer.older is node
+            found.append(node)
+            node = node.newer
+        return found
 
     def nodes(self) -> list[Node]:
         """All nodes but the root, parents before children; for recounts and pictures."""

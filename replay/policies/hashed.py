@@ -31,6 +31,9 @@ from kvslot.replay.policies._sequences import (
 )
 
 
+__all__ = ["ChainedPool", "HashedPolicy", "Shortage", "Table"]  # the bare pool is what `kvslotctl bench core` measures against
+
+
 class _Sequence:
     __slots__ = ("table", "tokens", "written")
 
@@ -57,6 +60,8 @@ class HashedPolicy:
         self._reserved = 0
         self._extents = 0
         self._extent_tokens = 0
+        self._waiting: tuple[bytes, list[int]] = (b"", [])
+        """The prompt refused last, and its keys."""
         self._run = 0
         self._run_empty = -1
 
@@ -70,9 +75,14 @@ class HashedPolicy:
         length = prompt_length(request, tokens, self._live)
         if length > self._usable:
             return Refused(True, length)
-        table = self._pool.allocate(tokens, self._watermark if self._live else 0)
+        # An engine hashes a request once, however often it has to wait; the head of the line is who asks again.
+        keys = self._waiting[1] if self._waiting[0] == tokens else None
+        table = self._pool.allocate(tokens, self._watermark if self._live else 0, keys)
         if isinstance(table, Shortage):
+            self._waiting = (tokens, table.keys)
             return Refused(False, length - table.hit + table.revived * self._size)
+        if keys is not None:
+            self._waiting = (b"", [])  # the keys are the table's now, which will append to them
         self._live[request] = _Sequence(tokens, table)
         blocks = table.blocks
         capacity = len(blocks) * self._size

@@ -266,6 +266,8 @@ class PagedPolicy:
         tree = self._tree
         size = self._size
         nodes = tree.nodes()
+        idle = tree.idle()
+        assert {id(node) for node in idle} == {id(node) for node in nodes if not node.locks}
         seen = list(range(self._fresh, self._total)) + list(self._returned)
         assert len(seen) == self._free
         for node in nodes:
@@ -275,7 +277,6 @@ class PagedPolicy:
             assert node.parent is not None
             assert node.parent.kids[node.key[:TOKEN_BYTES]] is node
             assert node.locks >= sum(kid.locks for kid in node.kids.values())
-            assert (node in tree.idle) == (not node.locks)
             seen += node.places
         locks = {id(node): 0 for node in nodes}
         private = reserved = duplicates = 0
@@ -297,8 +298,8 @@ class PagedPolicy:
         assert sorted(seen) == list(range(self._total))
         assert (private, reserved, duplicates) == (self._private, self._reserved, self._duplicates)
         assert sum(node.tokens for node in nodes) == tree.tokens
-        assert sum(node.tokens for node in tree.idle) == tree.idle_tokens
-        assert sum(len(node.places) for node in tree.idle) == tree.idle_places
+        assert sum(node.tokens for node in idle) == tree.idle_tokens
+        assert sum(len(node.places) for node in idle) == tree.idle_places
         gauges = self.gauges()
         assert min(gauges) >= 0
         assert gauges.free + gauges.tokens_held + gauges.duplicates + gauges.reserved <= gauges.usable
@@ -354,7 +355,7 @@ class PagedPolicy:
         if not into:
             return self._tree.split(node, cut, places[:index], places[index:])
         if not self._free:
-            if len(self._tree.idle) <= (not node.locks):
+            if self._tree.oldest(node) is None:
                 return None
             self._evict(node)
         block = self._take(1)
@@ -421,7 +422,7 @@ class PagedPolicy:
         if sequence.borrowed:
             # The first of these tokens stand in a block that another node owns.
             if not self._free:
-                if not tree.idle:
+                if tree.oldest() is None:
                     return
                 self._evict(None)
             block = self._take(1)

@@ -256,6 +256,8 @@ class TokenPolicy:
         """Recount everything and compare: free + cached + private + reserved = usable, no slot counted twice."""
         tree = self._tree
         nodes = tree.nodes()
+        idle = tree.idle()
+        assert {id(node) for node in idle} == {id(node) for node in nodes if not node.locks}
         seen = list(range(self._fresh, self._usable)) + list(self._returned)
         assert len(seen) == self._free
         for node in nodes:
@@ -263,7 +265,6 @@ class TokenPolicy:
             assert node.parent is not None
             assert node.parent.kids[node.key[:TOKEN_BYTES]] is node
             assert node.locks >= sum(kid.locks for kid in node.kids.values())
-            assert (node in tree.idle) == (not node.locks)
             seen += node.places
         locks = {id(node): 0 for node in nodes}
         private = reserved = 0
@@ -281,7 +282,7 @@ class TokenPolicy:
         assert sorted(seen) == list(range(self._usable))
         assert (private, reserved) == (self._private, self._reserved)
         assert sum(node.tokens for node in nodes) == tree.tokens
-        assert sum(node.tokens for node in tree.idle) == tree.idle_tokens == tree.idle_places
+        assert sum(node.tokens for node in idle) == tree.idle_tokens == tree.idle_places
         gauges = self.gauges()
         assert min(gauges) >= 0
         assert gauges.free + gauges.cached + gauges.private + gauges.reserved == gauges.usable
