@@ -212,7 +212,9 @@ class Clairvoyant:
         spare = self._usable - self._held - self._loose + self._evictable
         if length - sequence.capacity > spare:
             return None
-        more = min(max(QUANTUM, length - sequence.capacity), spare)
+        # It knows where the sequence will end, and drops nothing for room that will not be used.
+        left = self._trace.total[sequence.request] - sequence.capacity
+        more = min(max(QUANTUM, length - sequence.capacity), spare, left)
         sequence.capacity += more
         self._loose += more
         self._make_room()

@@ -445,7 +445,7 @@ class _Engine:
                 now,
                 job.number,
                 job.prompt,
-                job.total - job.prompt,
+                job.total - self.trace.keep[job.request],
                 answer.hit,
                 ideal,
                 pool.policy.granularity,

@@ -33,6 +33,7 @@ __all__ = [
     "available",
     "make",
     "register",
+    "unregister",
 ]
 
 NAMES: tuple[str, ...] = ("contiguous", "paged", "hashed", "token", "slotted")
@@ -49,6 +50,11 @@ class UnknownPolicy(ValueError):
 def register(name: str, factory: Callable[[PolicyConfig], Policy]) -> None:
     """Add a policy of one's own under `name` (for tests and experiments); it takes precedence over ours."""
     _registered[name] = factory
+
+
+def unregister(name: str) -> None:
+    """Take back what `register` added."""
+    del _registered[name]
 
 
 def available(name: str) -> bool:
