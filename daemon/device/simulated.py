@@ -1,0 +1,286 @@
+"""A device of plain memory and virtual time, strict about its preconditions.
+
+It is a real backend: bytes lie in planes and copies move them.  But time passes only by `advance`, and a batch takes as
+long, fails as often and lands in such an order as a seeded schedule says:
+
+    queued ---(start)--- pieces land one by one, at drawn times ---(end)--- completion is seen, later still
+                           a failing batch leaves some pieces undone and scribbles over the others' targets
+
+Streams are in order within themselves and not against each other.  Every write is checked against the copies that are
+pending: into their targets it would be overwritten, into their sources it would tear.  Whatever is done to a closed
+device is a fault.  Nothing here sleeps, and the same seed and calls give the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from kvslot.daemon.device import (
+    Completion,
+    DeviceFault,
+    Event,
+    Export,
+    Geometry,
+    MemoryInformation,
+    Piece,
+    Stream,
+)
+
+SCRIBBLE = 0xA5
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """How late copies are.  Times in virtual seconds."""
+
+    latency_min: float = 0.0  # from queued (or the end of the batch before, if that is later) to landed
+    latency_max: float = 0.0
+    notice_max: float = 0.0  # from landed to seen by `completion`
+    failures: float = 0.0  # share of batches that fail
+    never: float = 0.0  # share of batches whose completion never comes, until `release`
+
+
+class _Batch(msgspec.Struct, eq=False):
+    event: int
+    stream: int
+    pieces: list[Piece]
+    landings: list[float]  # when each piece lands, rising
+    end: float
+    seen: float
+    fails: bool
+    landed: int = 0
+
+
+class SimulatedDevice:
+    """A `Device` (see there) over `bytearray` planes."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        memory_bytes: int = 0,
+        generation: int = 1,
+    ) -> None:
+        if geometry.planes < 1 or geometry.slots < 1 or geometry.slot_bytes < 1:
+            raise DeviceFault(f"geometry {geometry} is empty")
+        self._total = memory_bytes or 2 * geometry.total_bytes
+        if geometry.total_bytes > self._total:
+            raise DeviceFault(f"a pool of {geometry.total_bytes} bytes on a device of {self._total}")
+        self._geometry = geometry
+        self._random = random.Random(seed)
+        self.schedule = schedule or Schedule()
+        self._now = 0.0
+        self._planes = [bytearray(geometry.slots * geometry.slot_bytes) for _ in range(geometry.planes)]
+        self._pending: list[_Batch] = []
+        self._targets: set[int] = set()
+        self._sources: dict[int, int] = {}
+        self._outcomes: dict[int, Completion] = {}
+        self._waits: dict[int, list[int]] = {}  # an event of `event()` -> the batches before it
+        self._streams: dict[int, float] = {}  # stream -> end of its last batch
+        self._serial = 0
+        self._generation = generation
+        self._open = True
+
+    # -- the verbs ---------------------------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    def export(self) -> Export:
+        self._must_be_open()
+        size = self._geometry.total_bytes
+        return Export(kind="simulated", handle=b"", size_bytes=size, generation=self._generation)
+
+    def stream(self, *, low_priority: bool = False) -> Stream:
+        self._must_be_open()
+        self._serial += 1
+        self._streams[self._serial] = self._now
+        return Stream(self._serial)
+
+    def copy(self, stream: Stream, pieces: Sequence[Piece]) -> Event:
+        self._must_be_open()
+        if stream not in self._streams:
+            raise DeviceFault(f"no stream {stream}")
+        if not pieces:
+            raise DeviceFault("a batch of no pieces")
+        sources: list[int] = []
+        targets: list[int] = []
+        for source, target, length in pieces:
+            self._must_be_inside(source, length)
+            self._must_be_inside(target, length)
+            sources += range(source, source + length)
+            targets += range(target, target + length)
+        target_set = set(targets)
+        if len(target_set) != len(targets) or not target_set.isdisjoint(sources):
+            raise DeviceFault("a target overlaps another target or a source of its batch")
+        mine = {slot for batch in self._pending if batch.stream == stream for slot in _targets(batch)}
+        for slot in target_set:
+            if slot in self._targets or slot in self._sources:
+                raise DeviceFault(f"copy into slot {slot}, which a pending copy uses")
+        for slot in sources:
+            # Behind its writer in the same stream a source may be read; the stream keeps the order.
+            if slot in self._targets and slot not in mine:
+                raise DeviceFault(f"copy from slot {slot}, which a pending copy of another stream writes")
+        draw, schedule = self._random, self.schedule
+        self._serial += 1
+        start = max(self._now, self._streams[stream])
+        end = start + draw.uniform(schedule.latency_min, schedule.latency_max)
+        never = draw.random() < schedule.never
+        batch = _Batch(
+            event=self._serial,
+            stream=stream,
+            pieces=list(pieces),
+            landings=sorted(draw.uniform(start, end) for _ in pieces),
+            end=end,
+            seen=float("inf") if never else end + draw.uniform(0, schedule.notice_max),
+            fails=draw.random() < schedule.failures,
+        )
+        self._streams[stream] = end
+        self._pending.append(batch)
+        self._targets |= target_set
+        for slot in sources:
+            self._sources[slot] = self._sources.get(slot, 0) + 1
+        return Event(batch.event)
+
+    def event(self, stream: Stream) -> Event:
+        self._must_be_open()
+        if stream not in self._streams:
+            raise DeviceFault(f"no stream {stream}")
+        self._serial += 1
+        self._waits[self._serial] = [batch.event for batch in self._pending if batch.stream == stream]
+        return Event(self._serial)
+
+    def completion(self, event: Event) -> Completion:
+        self._must_be_open()
+        if event in self._waits:
+            pending = {batch.event for batch in self._pending}
+            return Completion.PENDING if pending.intersection(self._waits[event]) else Completion.DONE
+        if event in self._outcomes:
+            return self._outcomes[event]
+        if any(batch.event == event for batch in self._pending):
+            return Completion.PENDING
+        raise DeviceFault(f"no event {event}")
+
+    def memory(self) -> MemoryInformation:
+        used = self._geometry.total_bytes if self._open else 0
+        return MemoryInformation(total_bytes=self._total, free_bytes=self._total - used)
+
+    def clock(self) -> float:
+        return self._now
+
+    def close(self) -> None:
+        self._must_be_open()
+        if self._pending:
+            raise DeviceFault(f"closed while {len(self._pending)} copies are pending")
+        self._open = False
+        self._planes = []
+
+    # -- what only a simulation has ----------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Lets time pass; what is due lands, in order of its time."""
+        if seconds < 0:
+            raise DeviceFault(f"time does not go back by {seconds} s")
+        self._now += seconds
+        now = self._now
+        due = [
+            (when, batch, index)
+            for batch in self._pending
+            for index, when in enumerate(batch.landings)
+            if index >= batch.landed and when <= now
+        ]
+        due.sort(key=lambda entry: (entry[0], entry[1].event, entry[2]))
+        for _, batch, index in due:
+            self._land(batch, index)
+        for batch in [batch for batch in self._pending if batch.seen <= now]:
+            self._end(batch)
+
+    def settle(self) -> None:
+        """Lets pass what time every pending copy needs, those whose completion never comes excepted."""
+        ends = [batch.seen for batch in self._pending if batch.seen != float("inf")]
+        if ends:
+            self.advance(max(0.0, max(ends) - self._now))
+
+    def release(self) -> None:
+        """Completions that never came come with the next `advance`."""
+        for batch in self._pending:
+            if batch.seen == float("inf"):
+                batch.seen = max(batch.end, self._now)
+
+    def pending(self) -> int:
+        """Batches whose completion has not been seen."""
+        return len(self._pending)
+
+    def write(self, plane: int, slot: int, data: bytes) -> None:
+        """Writes whole slots from `slot` on, as a kernel would; a fault where a pending copy reads or writes them."""
+        self._must_be_open()
+        size = self._geometry.slot_bytes
+        length, rest = divmod(len(data), size)
+        if rest:
+            raise DeviceFault(f"{len(data)} bytes are no whole slots of {size}")
+        self._must_be_inside(slot, length)
+        if self._pending:
+            for each in range(slot, slot + length):
+                if each in self._targets:
+                    raise DeviceFault(f"write into slot {each}, the target of a pending copy")
+                if each in self._sources:
+                    raise DeviceFault(f"write into slot {each}, the source of a pending copy")
+        self._planes[plane][slot * size : (slot + length) * size] = data
+
+    def read(self, plane: int, slot: int, length: int) -> bytes:
+        """Whole slots, as a kernel would read them; a fault where a pending copy writes them."""
+        self._must_be_open()
+        self._must_be_inside(slot, length)
+        if self._targets and not self._targets.isdisjoint(range(slot, slot + length)):
+            raise DeviceFault(f"read of slots {slot}..{slot + length - 1}, some the target of a pending copy")
+        size = self._geometry.slot_bytes
+        return bytes(self._planes[plane][slot * size : (slot + length) * size])
+
+    def plane(self, plane: int) -> memoryview:
+        """A plane's bytes as they are, unchecked: for whoever judges the simulation."""
+        self._must_be_open()
+        return memoryview(self._planes[plane])
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise DeviceFault("the device is closed")
+
+    def _must_be_inside(self, slot: int, length: int) -> None:
+        if length < 1 or slot < 0 or slot + length > self._geometry.slots:
+            raise DeviceFault(
+                f"slots {slot}..{slot + length - 1} are not within 0..{self._geometry.slots - 1}"
+            )
+
+    def _land(self, batch: _Batch, index: int) -> None:
+        source, target, length = batch.pieces[index]
+        size = self._geometry.slot_bytes
+        spoilt = batch.fails and self._random.random() < 0.7
+        for plane in self._planes:
+            if spoilt:
+                plane[target * size : (target + length) * size] = bytes((SCRIBBLE,)) * (length * size)
+            else:
+                plane[target * size : (target + length) * size] = plane[
+                    source * size : (source + length) * size
+                ]
+        batch.landed = index + 1
+
+    def _end(self, batch: _Batch) -> None:
+        self._pending.remove(batch)
+        self._outcomes[batch.event] = Completion.FAILED if batch.fails else Completion.DONE
+        for source, _, length in batch.pieces:
+            for slot in range(source, source + length):
+                self._sources[slot] -= 1
+                if not self._sources[slot]:
+                    del self._sources[slot]
+        self._targets.difference_update(_targets(batch))
+
+
+def _targets(batch: _Batch) -> list[int]:
+    return [slot for _, target, length in batch.pieces for slot in range(target, target + length)]
