@@ -17,8 +17,8 @@ from typing import ClassVar
 import numpy as np
 
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
-from kvslot.replay.policies._runs import Runs
-from kvslot.replay.policies._sequences import (
+from kvslot.replay.policies.runs import Runs
+from kvslot.replay.policies.sequences import (
     NOTED_EVERY,
     TOKEN_BYTES,
     OutOfTurn,

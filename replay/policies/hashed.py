@@ -1,6 +1,6 @@
 """`hashed`: full blocks under chained hashes, vLLM's way.
 
-`_chained.ChainedPool` is the allocator and says how it works; here it serves the life of a request:
+`chained.ChainedPool` is the allocator and says how it works; here it serves the life of a request:
 
 - `admit` hits whole blocks and takes new ones for the rest of the prompt; new requests leave the watermark free while
   something runs.  Hits that nobody uses count as needed, since they are free until then.
@@ -19,8 +19,8 @@ from operator import countOf, sub
 from typing import ClassVar
 
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
-from kvslot.replay.policies._chained import ChainedPool, Shortage, Table
-from kvslot.replay.policies._sequences import (
+from kvslot.replay.policies.chained import ChainedPool, Shortage, Table
+from kvslot.replay.policies.sequences import (
     NOTED_EVERY,
     TOKEN_BYTES,
     OutOfTurn,
@@ -30,8 +30,7 @@ from kvslot.replay.policies._sequences import (
     unknown,
 )
 
-
-__all__ = ["ChainedPool", "HashedPolicy", "Shortage", "Table"]  # the bare pool is what `kvslotctl bench core` measures against
+__all__ = ["ChainedPool", "HashedPolicy", "Shortage", "Table"]
 
 
 class _Sequence:

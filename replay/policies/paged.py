@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
-from kvslot.replay.policies._radix import Match, Node, Tree
-from kvslot.replay.policies._sequences import (
+from kvslot.replay.policies.radix import Match, Node, Tree
+from kvslot.replay.policies.sequences import (
     NOTED_EVERY,
     TOKEN_BYTES,
     OutOfTurn,

@@ -18,7 +18,7 @@ from kvslot.allocator import Admitted as Ok
 from kvslot.allocator import BadRequest, Grown, Never, Pool, PoolConfig, Session, Space
 from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
-from kvslot.replay.policies._sequences import check_config, prompt_length, unknown
+from kvslot.replay.policies.sequences import check_config, prompt_length, unknown
 
 PICTURE_MAX: Final = 4096
 

@@ -28,8 +28,8 @@ from typing import ClassVar, Final
 import numpy as np
 
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
-from kvslot.replay.policies._radix import Node, Tree
-from kvslot.replay.policies._sequences import (
+from kvslot.replay.policies.radix import Node, Tree
+from kvslot.replay.policies.sequences import (
     NOTED_EVERY,
     TOKEN_BYTES,
     OutOfTurn,

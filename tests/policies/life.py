@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvslot.replay.policies import Admitted, PolicyConfig, Refused, make
+from kvslot.replay.policies.paged import PagedPolicy
 
 
 def text(*tokens: int) -> bytes:
@@ -45,13 +46,12 @@ class Life:
 
     def __init__(self, name: str, pool: int, block: int, **more: Any) -> None:
         more.setdefault("max_length", 64)
-        self.policy: Any = make(name, PolicyConfig(pool_tokens=pool, block_size=block, **more))
+        config = PolicyConfig(pool_tokens=pool, block_size=block, **more)
+        self.policy: Any = PagedPolicy(config, self._copied) if name == "paged" else make(name, config)
         self.name = name
         self.paint: dict[int, bytes] = {}
         self.live: dict[int, Running] = {}
         self.next = 0
-        if name == "paged":
-            self.policy._copier = self._copied
 
     def _copied(self, source: int, target: int, count: int) -> None:
         for at in range(count):
@@ -59,7 +59,7 @@ class Life:
 
     def admit(self, prompt: bytes) -> Admitted | Refused:
         number = self.next
-        answer = self.policy.admit(number, prompt, 0, 0.0)
+        answer: Admitted | Refused = self.policy.admit(number, prompt, 0, 0.0)
         if isinstance(answer, Admitted):
             self.next += 1
             length = len(prompt) // 4

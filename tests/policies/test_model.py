@@ -61,6 +61,11 @@ class Model(RuleBasedStateMachine):
         else:
             assert hit is None
             assert answer.needed > 0
+            if self.name in ("hashed", "token") and not answer.never:
+                # Neither leaves a hole that it could not hand out: what it refuses, one heap would refuse as well.
+                held_back = self.twin.watermark * before.usable // self.twin.total if self.life.live else 0
+                heap = before.usable - before.tokens_held - before.duplicates - before.reserved
+                assert heap + before.evictable - held_back < answer.needed
             assert self.life.policy.gauges() == before
             self.past.append(prompt)
 
@@ -141,7 +146,8 @@ class Model(RuleBasedStateMachine):
 
 
 def model(name: str, twin_of: Any) -> Any:
-    case = type(f"{name}_model", (Model,), {"name": name, "twin_of": staticmethod(twin_of)}).TestCase
+    machine: Any = type(f"{name}_model", (Model,), {"name": name, "twin_of": staticmethod(twin_of)})
+    case = machine.TestCase
     case.settings = settings(max_examples=80, stateful_step_count=40)
     return case
 

@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvslot.replay.policies._sequences import TOKEN_BYTES, longest_run
+from kvslot.replay.policies.sequences import TOKEN_BYTES, longest_run
 
 _ROOT: Final = 0x6B76736C6F74
 """What the first block's key is chained to.  Any number does; a salt per tenant would stand here."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvslot.replay.policies._sequences import TOKEN_BYTES
+from kvslot.replay.policies.sequences import TOKEN_BYTES
 
 
 class Node:
