@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvslot.allocator.runs import size_class
 from kvslot.allocator.sessions import DUPLICATE, PEELED, Life, Range, Sequence
 from kvslot.allocator.slots import (
     CACHED,
@@ -109,13 +108,14 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
 
 def _audit_runs(pool: Pool, wrong: list[str]) -> None:
     runs, block_size = pool.runs, pool.block_size
-    total = whole = 0
+    total = whole = cells = 0
     for start, length in runs.length_at.items():
         total += length
         whole += max(0, (start + length) // block_size - -(-start // block_size))
         if runs.start_at.get(start + length) != start:
             wrong.append(f"free run {start} is not found by its end")
-        if start not in runs.classes[size_class(length)]:
+        cells += max(0, (start + length) // runs.cell - -(-start // runs.cell))
+        if start not in runs.classes[runs.class_of(start, length)]:
             wrong.append(f"free run {start} of {length} is not in its class")
         if start in runs.start_at:
             wrong.append(f"free run {start} was not merged with the one before it")
@@ -126,6 +126,8 @@ def _audit_runs(pool: Pool, wrong: list[str]) -> None:
         wrong.append("the bitmap of occupied classes is wrong")
     if total != runs.total:
         wrong.append(f"free runs hold {total} slots, their sum says {runs.total}")
+    if cells != runs.cells_free:
+        wrong.append(f"{cells} cells are wholly free, the count says {runs.cells_free}")
     if whole != runs.blocks_free:
         wrong.append(f"{whole} blocks are wholly free, the count says {runs.blocks_free}")
 

@@ -46,6 +46,8 @@ from kvslot.allocator.tree import (
 MAX_SLOTS = 2**31 - 1  # slots are int32 for the kernels
 MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
+HOLE_SHARE = 1 / 512  # of `usable`: more free slots than this outside whole cells, and new pieces begin in a hole
+HOLE_LEAST = 4  # slots; a shorter hole costs an extent and saves next to nothing
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -68,7 +70,9 @@ class Pool:
         self.quantum = -(-quantum // self.unit) * self.unit
         self.watermark = int(self.usable * config.watermark)
         self.ledger = Ledger(self.slots, self.padding)
-        self.runs = FreeRuns(config.blocks, config.block_size, self.padding)
+        self.cell = self.quantum  # growth and placement go by the same measure; holes are what falls short of it
+        self.hole_target = int(self.usable * HOLE_SHARE)
+        self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
         self.tree = PrefixTree(self.evictor, self.unit)
         self.admission = Admission(self)
@@ -324,10 +328,10 @@ class Pool:
         tree.hold(node)
         need = n - hit
         spare = self.runs.total + tree.evictable - need
-        want = need + self.quantum
+        want = need + 2 * self.quantum  # at most: the run rounds the whole up to cells
         # Room to spare, nobody waiting, no quota near: the common case decides in one comparison.
         if (
-            spare < self.watermark + self.quantum
+            spare < self.watermark + 2 * self.quantum
             or self.admission.busy
             or session.owes
             or session.charged + want > session.quota
@@ -339,12 +343,64 @@ class Pool:
             if later is not None:
                 tree.unhold(node, tree.tick[node])
                 return later
-            if contiguous or spare < self.quantum + self.admission.held_back() or session.charged + want > session.quota:
+            if contiguous or spare < 2 * self.quantum + self.admission.held_back() or session.charged + want > session.quota:
                 want = need
-        if want > self.runs.total:
-            self._evict(want - self.runs.total, now)
-        own = self.runs.take(want, FRESH, root)
-        return self._start(session, root, node, tokens, path, hit, own, hit + want, priority)
+        own = self._place(need, want != need, contiguous, path, hit, root, now)
+        return self._start(session, root, node, tokens, path, hit, own, priority)
+
+    def _place(
+        self, need: int, run: bool, contiguous: bool, path: list[int], hit: int, root: int, now: float
+    ) -> list[int]:
+        """Takes `need` slots, and with `run` room to grow into; evicts what is missing.
+
+        In place behind the hit where slots are free there, into a hole where holes have become many, the rest in whole
+        cells.  The growth run is what rounds the whole to cells, from half a quantum to one and a half.
+        """
+        runs, cell = self.runs, self.cell
+        own: list[int] = []
+        left = need + (self.quantum >> 1) if run else need
+        if contiguous:
+            return runs.take(need, FRESH, root)
+        if path:
+            node = path[-1]
+            tree = self.tree
+            if hit == tree.depth[node] + tree.length[node]:
+                slot = tree.slot[node]
+                extents = [slot, tree.length[node]] if slot >= 0 else tree.scattered[node]
+                end = extents[-2] + extents[-1]
+                beside = runs.length_at.get(end, 0)
+                if beside:
+                    # Up to the end of a cell, so that what follows is whole cells again.
+                    wanted = left + -(end + left) % cell if run else left
+                    beside = min(beside, wanted)
+                    runs.take_within(end, end, beside)
+                    own = [end, beside]
+                    left -= beside
+        if left > 0 and runs.total - runs.cells_free * cell > self.hole_target:
+            size = runs.hole_length(left)
+            if size >= HOLE_LEAST:
+                slot = runs.take_hole(left, FRESH, root)
+                own += (slot, size)
+                left -= size
+        if left > 0:
+            cells = -(-left // cell)
+            if cells > runs.cells_free:
+                self._evict_cells(cells, now)
+            if cells <= runs.cells_free and (run or left % cell == 0):
+                own += runs.take_cells(cells, FRESH, root)
+            else:
+                # The last resort, and what a request without room to grow into gets: exactly what it needs.
+                least = need - sum(own[1::2])
+                if least > 0:
+                    whole = min(least // cell, runs.cells_free)
+                    if whole:
+                        own += runs.take_cells(whole, FRESH, root)
+                    least -= whole * cell
+                if least > 0:
+                    if least > runs.total:
+                        self._evict(least - runs.total, now)
+                    own += runs.take(least, FRESH, root)
+        return own
 
     def _start(
         self,
@@ -355,7 +411,6 @@ class Pool:
         path: list[int],
         hit: int,
         own: list[int],
-        capacity: int,
         priority: int,
         copied: int = 0,
     ) -> Admitted:
@@ -377,7 +432,12 @@ class Pool:
             shift(slot, length, FREE, PRIVATE)
             ranges.append(Range(position, slot, length))
             position += length
-        extents += own
+        capacity = position
+        if extents and own and extents[-2] + extents[-1] == own[0]:
+            extents[-1] += own[1]
+            extents += own[2:]
+        else:
+            extents += own
         session.charged += capacity - hit + copied
         sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
         session.sequences[handle] = sequence
@@ -406,30 +466,39 @@ class Pool:
                 return Never(sequence.capacity + (tokens or 1), limit)
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
-        runs = self.runs
+        runs, cell = self.runs, self.cell
         need = want + peel
         if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
             later = self.admission.grow(sequence, need, now, ticket)
             if later is not None:
                 return later
-            if need > runs.total:
-                self._evict(need - runs.total, now)
         copies: list[Copy] = []
-        out: list[int] = []
+        last = -1 if peel else self._end_slot(sequence)
+        left = runs.length_at.get(last, 0) if last >= 0 else 0
+        # A free stretch right behind the last slot costs no extent, so even part of a run is worth having there.
+        if left >= want or (not tokens and left * 4 >= want):
+            if not tokens:
+                want += -(last + want) % cell  # to the end of a cell
+                if session.charged + want > session.quota:
+                    want = self.quantum
+            want = min(want, left)
+            runs.take_within(last, last, want)
+            out = [last, want]
+        else:
+            if not tokens and not peel:
+                cells = want // cell
+                if not runs.cells_free:
+                    self._evict_cells(cells, now)
+                out = runs.take_cells(cells, EPHEMERAL, sequence.root) if runs.cells_free >= cells else []
+            else:
+                out = []
+            if not out:
+                if need > runs.total:
+                    self._evict(need - runs.total, now)
+                out = runs.take(need, EPHEMERAL, sequence.root)
         if peel:
-            out = runs.take(need, EPHEMERAL, sequence.root)
             self._peel(sequence, peel, out, copies)
         else:
-            last = self._end_slot(sequence)
-            left = runs.length_at.get(last, 0) if last >= 0 else 0
-            # A free stretch right behind the last slot costs no extent, so even part of a run is worth having there.
-            beside = want if left >= want else left if left * 4 >= want and not tokens else 0
-            if beside:
-                runs.take_at(last, beside)
-                want = beside
-                out = [last, want]
-            else:
-                out = runs.take(want, EPHEMERAL, sequence.root)
             self._own(sequence, position, out)
         sequence.capacity = position + want
         session.charged += want + peel
@@ -1026,11 +1095,10 @@ class Pool:
         if later is not None:
             tree.unhold(node, tree.tick[node])
             return later
-        capacity = pages
         copies = []
         if part:
             copies.append(Copy(source, own[0], part))
-        answer = self._start(session, root, node, tokens, path, hit, own, capacity, priority, part)
+        answer = self._start(session, root, node, tokens, path, hit, own, priority, part)
         if part:
             sequence = self.sequences[answer.sequence]
             first = sequence.own[0]
@@ -1167,6 +1235,55 @@ class Pool:
                 self._release(extents[i], extents[i + 1], CACHED)
             self.evicted_tokens += length
             tokens -= length
+
+    def _evict_cells(self, cells: int, now: float) -> None:
+        """Evicts until `cells` whole cells are free, or nothing is left to evict.
+
+        As `_evict`, but the tail of a large leaf is cut at the start of a cell, so that what comes free is whole.
+        """
+        tree, runs, cell, unit = self.tree, self.runs, self.cell, self.unit
+        evictor = tree.evictor
+        evictor.clock(now)
+        lengths = tree.length
+        short = 2 * self.block_size
+        while cells > runs.cells_free:
+            node = evictor.oldest()
+            if not node:
+                return
+            length = lengths[node]
+            if length < short:
+                node = self._emptying(node)
+                length = lengths[node]
+            missing = cells - runs.cells_free
+            cut = length
+            if length > missing * cell:
+                # From the leaf's end: the free stretch behind its last slot makes the last cell whole sooner.
+                slot = tree.slot[node]
+                extents = [slot, length] if slot >= 0 else tree.scattered[node]
+                cut = 0
+                index = len(extents) - 2
+                behind = runs.length_at.get(extents[-2] + extents[-1], 0)
+                while index >= 0 and missing > 0:
+                    slot, n = extents[index], extents[index + 1]
+                    end = (slot + n + min(behind, cell)) // cell * cell
+                    start = end - missing * cell
+                    if start > slot:
+                        cut += slot + n - start
+                        break
+                    missing -= max(0, (end + -(-slot // cell) * -cell) // cell)
+                    cut += n
+                    behind = 0
+                    index -= 2
+                cut += -cut % unit
+            if 0 < cut < length:
+                extents = tree.trim_tail(node, cut)
+                length = cut
+            else:
+                evictor.forget(node, tree.keys[node])
+                extents = tree.remove(node)
+            for i in range(0, len(extents), 2):
+                self._release(extents[i], extents[i + 1], CACHED)
+            self.evicted_tokens += length
 
     def _emptying(self, oldest: int) -> int:
         """Of the oldest few leaves the first whose death empties a block, else the oldest."""

@@ -1,19 +1,25 @@
 """Free space: maximal runs of free slots, found by size in O(1).
 
 A run is a stretch of free slots with no free neighbour on either side, so runs coalesce across block edges and a
-piece of any length up to the pool's size may be one extent.  Each run stands in three places: `length_at[start]`,
-`start_at[end]` (both for coalescing) and the container of its size class.
+piece of any length up to the pool's size may be one extent.
 
-    sizes 1 .. 511        one class a size: best fit is exact
-    sizes from 512 on     16 classes a doubling: within 1/16 of best fit
+    cell       `cell` consecutive slots, aligned; sequences take whole cells and fill them from the front
+    hole       a run without a whole cell: what is left behind a sequence's last token
 
-`occupied` has bit c set when class c has a run, so the best fit for n is one shift and one lowest-set-bit.  Two-level
-classes with a bitmap are the idea of TLSF (Masmano et al., ECRTS 2004).  Containers are dicts used as ordered sets:
-`popitem` takes the newest in amortised O(1), a run that coalesces is removed by key.
+    slots      |....|aaaa|aaa.|....|....|.bbb|          cell = 4, '.' free
+                hole?       [----- run -----]           the run from slot 11 to 20 has 2 whole cells
 
-Best fit keeps long runs long; a request no single run can hold is served from the largest runs down, which needs the
-fewest extents.  With `total` free slots every request of up to `total` slots succeeds: free memory is never unusable
-here for being scattered.
+Handing out single slots to the last one would grind a full pool to dust: every eviction frees a little, every request
+takes a little of it, and pieces only get smaller.  Cells keep that from happening, and holes are used up on purpose
+(`take_hole`), so little is lost to them.
+
+Each run stands in three places: `length_at[start]`, `start_at[end]` (both for coalescing) and the container of its
+class: holes by size, others by their number of whole cells, exact below 512 and within 1/16 above.  `occupied` has bit
+c set when class c has a run, so the best fit is one shift and one lowest-set-bit (two-level classes with a bitmap: TLSF,
+Masmano et al., ECRTS 2004).  Containers are dicts used as ordered sets: `popitem` takes the newest in amortised O(1),
+a run that coalesces is removed by key.
+
+With `total` free slots every `take` of up to `total` slots succeeds: free memory is never unusable for being scattered.
 
 Blocks.  A block is wholly free when one run covers it.  `blocks_free` counts those, and a block's generation rises when
 it goes from wholly free to used (maps and snapshots tell by it whether a block is still the one they saw).
@@ -25,52 +31,66 @@ from array import array
 
 import numpy as np
 
-EXACT = 512  # sizes below have a class each; 512 classes are 17 machine digits of bitmap, still cheap to shift
-_CLASSES = EXACT + 22 * 16 + 1
-_BIT = [1 << c for c in range(_CLASSES)]
-CANDIDATES = 8  # equal holes looked at for the nearest lifetime; more buys little and costs a dict operation each
+EXACT = 512  # cell counts below have a class each
+CELL_CLASSES = EXACT + 22 * 16 + 1
+CANDIDATES = 8  # equal runs looked at for the nearest lifetime; more buys little and costs a dict operation each
 
 # Expected lifetimes: what stands together in a block should die together, since a block is free only when its last
 # slot is.  Neighbouring values are nearest.
 EPHEMERAL, FRESH, REUSED, PINNED = range(4)
 
 
-def size_class(size: int) -> int:
-    """The class of a run of `size` slots."""
-    if size < EXACT:
-        return size
-    e = size.bit_length()
-    return EXACT + ((e - 10) << 4) + ((size >> (e - 5)) & 15)
+def size_class(cells: int) -> int:
+    """The class, among those of whole cells, of a run of `cells` of them."""
+    if cells < EXACT:
+        return cells
+    e = cells.bit_length()
+    return EXACT + ((e - 10) << 4) + ((cells >> (e - 5)) & 15)
+
+
+def _newest(runs: dict[int, None]) -> int:
+    """The run added last.  `popitem` and back, since iterating would walk over all that was deleted behind it."""
+    run = runs.popitem()[0]
+    runs[run] = None
+    return run
 
 
 class FreeRuns:
     """The free slots of a pool of `blocks` blocks of `block_size` slots; the first `padding` slots are never free."""
 
     __slots__ = (
+        "_bit",
+        "_generation_view",
         "block_group",
         "block_kind",
         "block_size",
         "blocks",
         "blocks_free",
+        "cell",
+        "cells_free",
         "classes",
         "generation",
+        "holes",
         "length_at",
         "occupied",
         "padding",
         "start_at",
         "total",
-        "_generation_view",
     )
 
-    def __init__(self, blocks: int, block_size: int, padding: int) -> None:
+    def __init__(self, blocks: int, block_size: int, padding: int, cell: int = 16) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self.padding = padding
+        self.cell = cell
+        self.holes = 2 * cell - 1  # classes below it are holes: the longest hole has 2 * cell - 2 slots
         self.length_at: dict[int, int] = {}
         self.start_at: dict[int, int] = {}
-        self.classes: list[dict[int, None]] = [{} for _ in range(_CLASSES)]
+        self.classes: list[dict[int, None]] = [{} for _ in range(self.holes + CELL_CLASSES)]
+        self._bit = [1 << c for c in range(len(self.classes))]
         self.occupied = 0
         self.total = 0
+        self.cells_free = 0
         self.blocks_free = 0
         self.generation = array("I", bytes(4 * blocks))
         self._generation_view = np.frombuffer(self.generation, dtype=np.uint32)
@@ -83,93 +103,119 @@ class FreeRuns:
 
     # -- taking ------------------------------------------------------------------------------------------------
 
-    def take(self, n: int, kind: int = FRESH, group: int = 0) -> list[int]:
-        """Takes `n` slots; returns a flat list slot, length, slot, length, ... of as few extents as the runs allow.
-
-        The caller has checked n <= total.
-        """
+    def take_cells(self, cells: int, kind: int = FRESH, group: int = 0) -> list[int]:
+        """Takes `cells` whole cells (no more than `cells_free`) as few extents: flat slot, length, slot, length, ..."""
+        cell, base = self.cell, self.holes
         out: list[int] = []
         while True:
-            start = self._fit(n, kind, group)
-            if start >= 0:
+            c = base + (cells if cells < EXACT else size_class(cells))
+            rest = self.occupied >> c
+            run = -1
+            if rest:
+                c += (rest & -rest).bit_length() - 1
+                run = _newest(self.classes[c]) if cells < EXACT else self._long_enough(c, cells)
+                if run < 0 and rest > 1:
+                    rest >>= (rest & -rest).bit_length()
+                    if rest:
+                        c += (rest & -rest).bit_length()
+                        run = _newest(self.classes[c])
+            got = cells
+            if run < 0:
+                # No run has them all: the longest ones first need the fewest extents.
+                c = self.occupied.bit_length() - 1
+                run = _newest(self.classes[c])
+                got = min(cells, (run + self.length_at[run]) // cell + -run // cell)
+            start = run + -run % cell
+            length = got * cell
+            self.take_within(run, start, length)
+            last = (start + length - 1) // self.block_size
+            self.block_kind[last] = kind
+            self.block_group[last] = group
+            if out and out[-2] + out[-1] == start:
+                out[-1] += length
+            else:
                 out.append(start)
-                out.append(n)
+                out.append(length)
+            cells -= got
+            if not cells:
                 return out
-            start, size = self._largest()
-            self._cut(start, size, start, size)
-            out.append(start)
-            out.append(size)
-            n -= size
+
+    def take_hole(self, most: int, kind: int = FRESH, group: int = 0) -> int:
+        """Takes the longest hole of at most `most` slots; returns its start (length_at names it no more), or -1.
+
+        The caller learns its length from `hole_length` before; holes of one length are chosen by lifetime.
+        """
+        if most >= self.holes:
+            most = self.holes - 1
+        fitting = self.occupied & (self._bit[most + 1] - 1)
+        if not fitting:
+            return -1
+        size = fitting.bit_length() - 1
+        holes = self.classes[size]
+        run = _newest(holes) if len(holes) == 1 else self._nearest(holes, kind, group)
+        self.take_within(run, run, size)
+        block = run // self.block_size
+        self.block_kind[block] = kind
+        self.block_group[block] = group
+        return run
+
+    def hole_length(self, most: int) -> int:
+        """The length of the hole that `take_hole(most)` would take; 0 when there is none."""
+        if most >= self.holes:
+            most = self.holes - 1
+        return max(0, (self.occupied & (self._bit[most + 1] - 1)).bit_length() - 1)
+
+    def take(self, n: int, kind: int = FRESH, group: int = 0) -> list[int]:
+        """Takes any `n` free slots (no more than `total`) as few extents: best fit, else the longest runs first."""
+        out: list[int] = []
+        while True:
+            run = self._fit(n, kind, group)
+            got = n
+            if run < 0:
+                c = self.occupied.bit_length() - 1
+                run = _newest(self.classes[c])
+                got = min(n, self.length_at[run])
+            self.take_within(run, run, got)
+            last = (run + got - 1) // self.block_size
+            self.block_kind[last] = kind
+            self.block_group[last] = group
+            out.append(run)
+            out.append(got)
+            n -= got
+            if not n:
+                return out
 
     def _fit(self, n: int, kind: int, group: int) -> int:
-        """Takes a best-fitting run of `n` and returns its start, or -1 when no single run is long enough."""
-        classes = self.classes
-        if n < EXACT:
-            rest = self.occupied >> n
-            if not rest:
-                return -1
-            c = n + (rest & -rest).bit_length() - 1
-        else:
-            # The class of n itself may hold runs shorter than n: look at a few before going one class up.
-            c = size_class(n)
-            if classes[c]:
-                start = self._long_enough(c, n)
-                if start >= 0:
-                    self._cut(start, self.length_at[start], start, n)
-                    return start
-            rest = self.occupied >> (c + 1)
-            if not rest:
-                # Only this class can still hold one; a pool that nearly fills a request is worth the walk.
-                start = self._long_enough(c, n, len(classes[c])) if classes[c] else -1
-                if start >= 0:
-                    self._cut(start, self.length_at[start], start, n)
-                return start
-            c += (rest & -rest).bit_length()
-        holes = classes[c]
-        block_size = self.block_size
-        if n >= block_size or len(holes) == 1:
-            start, _ = holes.popitem()
-        else:
-            start = self._nearest(holes, kind, group)
-        if not holes:
-            self.occupied ^= _BIT[c]
-        # The cut of `_cut`, written out: this is the allocator's innermost step.
-        size = self.length_at.pop(start)
-        end = start + size
-        if size == n:
-            del self.start_at[end]
-        else:
-            head = start + n
-            size_left = size - n
-            self.length_at[head] = size_left
-            self.start_at[end] = head
-            c = size_left if size_left < EXACT else size_class(size_left)
-            holes = classes[c]
-            if not holes:
-                self.occupied |= _BIT[c]
-            holes[head] = None
-        self.total -= n
-        if size >= block_size:
-            self._used(start, end, start, start + n)
-        last = (start + n - 1) // block_size
-        self.block_kind[last] = kind
-        self.block_group[last] = group
-        return start
+        """A best-fitting run of `n` slots, or -1 when no single run is long enough (or only one that is hard to find)."""
+        base = self.holes
+        if n < base:
+            rest = (self.occupied & (self._bit[base] - 1)) >> n
+            if rest:
+                runs = self.classes[n + (rest & -rest).bit_length() - 1]
+                return _newest(runs) if len(runs) == 1 else self._nearest(runs, kind, group)
+        # A run of k cells may hold up to two cells less a slot more: look at a few of those before the sure ones.
+        k = -(-n // self.cell)
+        for few in range(max(k - 2, 1), k + 1):
+            c = base + size_class(few)
+            if self.classes[c]:
+                run = self._long_enough(c, 0, n)
+                if run >= 0:
+                    return run
+        c = base + size_class(k) + (k >= EXACT)
+        rest = self.occupied >> c
+        return _newest(self.classes[c + (rest & -rest).bit_length() - 1]) if rest else -1
 
     def take_at(self, start: int, n: int) -> bool:
         """Takes the `n` slots from `start` on if a run begins there and is long enough; growth in place."""
-        size = self.length_at.get(start, 0)
-        if size < n:
+        if self.length_at.get(start, 0) < n:
             return False
-        self._cut(start, size, start, n)
+        self.take_within(start, start, n)
         return True
-
-    def take_within(self, run: int, start: int, n: int) -> None:
-        """Takes [start, start + n) out of the run that begins at `run`."""
-        self._cut(run, self.length_at[run], start, n)
 
     def take_pages(self, n: int, page: int) -> list[int]:
         """Takes `n` slots in whole aligned pages (n a multiple of `page`), or returns [] and takes nothing."""
+        if page == self.cell:
+            return self.take_cells(n // page) if self.cells_free * page >= n else []
         out: list[int] = []
         missing = n
         while missing:
@@ -186,10 +232,13 @@ class FreeRuns:
         return out
 
     def _aligned(self, n: int, page: int) -> tuple[int, int, int] | None:
-        """A run with whole aligned pages: the best fit for all `n`, else the one with the most of them."""
+        """A run with whole aligned pages: the best fit for all `n`, else the one with the most of them.
+
+        Walks the runs class by class: pages that are not cells are rare, and a page must be found where there is one.
+        """
         best: tuple[int, int, int] | None = None
-        occupied = self.occupied >> page
-        c = page
+        occupied = self.occupied >> min(page, self.holes)
+        c = min(page, self.holes)
         while occupied:
             skip = (occupied & -occupied).bit_length()
             c += skip - 1
@@ -204,123 +253,142 @@ class FreeRuns:
             c += 1
         return best
 
-    def _long_enough(self, c: int, n: int, tries: int = CANDIDATES) -> int:
-        """The shortest of a few runs of class `c` that hold `n`, or -1; the class is left as it was."""
-        holes = self.classes[c]
-        length_at = self.length_at
-        seen = [holes.popitem()[0] for _ in range(min(tries, len(holes)))]
+    def _long_enough(self, c: int, cells: int, n: int = 0) -> int:
+        """The shortest of a few runs of class `c` with `cells` whole cells and `n` slots, or -1; the class stays as it is."""
+        runs = self.classes[c]
+        length_at, cell = self.length_at, self.cell
+        seen = [runs.popitem()[0] for _ in range(min(CANDIDATES, len(runs)))]
         best = -1
-        for start in seen:
-            holes[start] = None
+        for start in reversed(seen):
+            runs[start] = None
             size = length_at[start]
-            if size >= n and (best < 0 or size < length_at[best]):
+            fits = size >= n and (start + size) // cell + -start // cell >= cells
+            if fits and (best < 0 or size < length_at[best]):
                 best = start
         return best
 
-    def _nearest(self, holes: dict[int, None], kind: int, group: int) -> int:
-        """Of at most CANDIDATES equal holes the one whose block lives about as long; it is removed from `holes`."""
+    def _nearest(self, runs: dict[int, None], kind: int, group: int) -> int:
+        """Of at most CANDIDATES equal holes the one whose block lives about as long."""
         block_size = self.block_size
         kinds, groups = self.block_kind, self.block_group
-        seen = [holes.popitem()[0] for _ in range(min(CANDIDATES, len(holes)))]
+        seen = [runs.popitem()[0] for _ in range(min(CANDIDATES, len(runs)))]
         best, best_score = -1, 99
-        for start in seen:
-            # A hole's neighbours are in the block of its first slot, or, when that slot opens a block, in its last.
+        for start in reversed(seen):
+            runs[start] = None
             block = start // block_size
             score = abs(kinds[block] - kind) * 2 + (groups[block] != group)
             if score < best_score:
                 best, best_score = start, score
-                if not score:
-                    break
-        for start in seen:
-            if start != best:
-                holes[start] = None
         return best
-
-    def _largest(self) -> tuple[int, int]:
-        c = self.occupied.bit_length() - 1
-        holes = self.classes[c]
-        start, _ = holes.popitem()
-        holes[start] = None
-        return start, self.length_at[start]
 
     # -- the two changes ---------------------------------------------------------------------------------------
 
-    def _cut(self, run: int, size: int, start: int, n: int) -> None:
-        """Takes [start, start + n) out of the run [run, run + size)."""
-        length_at, start_at, classes = self.length_at, self.start_at, self.classes
+    def take_within(self, run: int, start: int, n: int) -> None:
+        """Takes [start, start + n) out of the run that begins at `run`."""
+        length_at, start_at, classes, cell = self.length_at, self.start_at, self.classes, self.cell
+        size = length_at.pop(run)
         end = run + size
-        c = size if size < EXACT else size_class(size)
-        holes = classes[c]
-        del holes[run]
-        if not holes:
-            self.occupied ^= _BIT[c]
-        del length_at[run]
+        cells = end // cell + -run // cell
+        c = size if cells <= 0 else self.holes + (cells if cells < EXACT else size_class(cells))
+        members = classes[c]
+        del members[run]
+        if not members:
+            self.occupied ^= self._bit[c]
         tail = start + n
+        if cells < 0:
+            cells = 0
         if tail == end:
             del start_at[end]
         else:
-            size_left = end - tail
-            length_at[tail] = size_left
+            left = end - tail
+            length_at[tail] = left
             start_at[end] = tail
-            c = size_left if size_left < EXACT else size_class(size_left)
-            holes = classes[c]
-            if not holes:
-                self.occupied |= _BIT[c]
-            holes[tail] = None
+            kept = end // cell + -tail // cell
+            if kept <= 0:
+                c = left
+            else:
+                c = self.holes + (kept if kept < EXACT else size_class(kept))
+                cells -= kept
+            members = classes[c]
+            if not members:
+                self.occupied |= self._bit[c]
+            members[tail] = None
         if start != run:
-            size_left = start - run
-            length_at[run] = size_left
+            left = start - run
+            length_at[run] = left
             start_at[start] = run
-            c = size_left if size_left < EXACT else size_class(size_left)
-            holes = classes[c]
-            if not holes:
-                self.occupied |= _BIT[c]
-            holes[run] = None
+            kept = start // cell + -run // cell
+            if kept <= 0:
+                c = left
+            else:
+                c = self.holes + (kept if kept < EXACT else size_class(kept))
+                cells -= kept
+            members = classes[c]
+            if not members:
+                self.occupied |= self._bit[c]
+            members[run] = None
         self.total -= n
+        self.cells_free -= cells
         if size >= self.block_size:
             self._used(run, end, start, tail)
 
     def give(self, start: int, n: int) -> None:
         """Gives [start, start + n) back; merges with free neighbours."""
-        length_at, start_at, classes = self.length_at, self.start_at, self.classes
+        length_at, start_at, classes, cell = self.length_at, self.start_at, self.classes, self.cell
+        block_size = self.block_size
         end = start + n
         self.total += n
-        left = start_at.get(start, -1)
-        block_size = self.block_size
-        freed = 0  # wholly free blocks gained: those of the merged run less those of the parts
+        cells = freed = 0  # whole cells and wholly free blocks gained: those of the merged run less those of the parts
+        left = start_at.pop(start, -1)
         if left >= 0:
             size = start - left
-            del start_at[start]
-            c = size if size < EXACT else size_class(size)
-            holes = classes[c]
-            del holes[left]
-            if not holes:
-                self.occupied ^= _BIT[c]
+            kept = start // cell + -left // cell
+            if kept <= 0:
+                c = size
+            else:
+                c = self.holes + (kept if kept < EXACT else size_class(kept))
+                cells -= kept
+            members = classes[c]
+            del members[left]
+            if not members:
+                self.occupied ^= self._bit[c]
             if size >= block_size:
                 whole = start // block_size + -left // block_size
                 if whole > 0:
                     freed -= whole
             start = left
-        right = length_at.pop(end, 0)
-        if right:
-            c = right if right < EXACT else size_class(right)
-            holes = classes[c]
-            del holes[end]
-            if not holes:
-                self.occupied ^= _BIT[c]
-            if right >= block_size:
-                whole = (end + right) // block_size + -end // block_size
+        size = length_at.pop(end, 0)
+        if size:
+            right = end
+            end += size
+            kept = end // cell + -right // cell
+            if kept <= 0:
+                c = size
+            else:
+                c = self.holes + (kept if kept < EXACT else size_class(kept))
+                cells -= kept
+            members = classes[c]
+            del members[right]
+            if not members:
+                self.occupied ^= self._bit[c]
+            if size >= block_size:
+                whole = end // block_size + -right // block_size
                 if whole > 0:
                     freed -= whole
-            end += right
         size = end - start
         length_at[start] = size
         start_at[end] = start
-        c = size if size < EXACT else size_class(size)
-        holes = classes[c]
-        if not holes:
-            self.occupied |= _BIT[c]
-        holes[start] = None
+        kept = end // cell + -start // cell
+        if kept <= 0:
+            c = size
+        else:
+            c = self.holes + (kept if kept < EXACT else size_class(kept))
+            cells += kept
+        members = classes[c]
+        if not members:
+            self.occupied |= self._bit[c]
+        members[start] = None
+        self.cells_free += cells
         if size >= block_size:
             whole = end // block_size + -start // block_size
             if whole > 0:
@@ -342,12 +410,21 @@ class FreeRuns:
 
     # -- asking ------------------------------------------------------------------------------------------------
 
+    def hole_slots(self) -> int:
+        """Free slots outside whole cells."""
+        return self.total - self.cells_free * self.cell
+
+    def class_of(self, start: int, size: int) -> int:
+        """The class that the run [start, start + size) belongs to."""
+        cells = (start + size) // self.cell + -start // self.cell
+        return size if cells <= 0 else self.holes + size_class(cells)
+
     def longest(self) -> int:
-        """The length of the longest run; walks the top class only."""
+        """The length of the longest run, or nearly: walks the top class only."""
         if not self.occupied:
             return 0
         top = self.occupied.bit_length() - 1
-        return top if top < EXACT else max(self.length_at[s] for s in self.classes[top])
+        return top if top < self.holes else max(self.length_at[s] for s in self.classes[top])
 
     def would_free_blocks(self, start: int, n: int) -> bool:
         """Whether giving [start, start + n) back would leave a block wholly free that is not now."""
