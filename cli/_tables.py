@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from typing import Final
 
@@ -15,11 +16,21 @@ NOTHING_POINTS: Final = 0.5
 
 NONE: Final = "-"
 
+LEGEND: Final = "a / b: mean / max over time; alloc_us: p50 / p99 / max; - : does not apply"
+
+LABEL_WIDTH: Final = 32
+COLUMN_WIDTH: Final = 19
+"""Of the widest cells, with their frame; a terminal that is too narrow for all columns gets several tables."""
+
 
 def console() -> Console:
     """Standard output; wide enough for five columns where it is not a terminal."""
     out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=max(out.width, 120))
+    return (
+        out
+        if out.is_terminal
+        else Console(highlight=False, width=max(out.width, LABEL_WIDTH + 5 * COLUMN_WIDTH))
+    )
 
 
 def _pct(value: float | None) -> str:
@@ -31,11 +42,20 @@ def _pcts(value: Spread) -> str:
 
 
 def _slots(value: Spread) -> str:
-    return f"{value.mean:,.0f} / {value.max:,.0f}"
+    return f"{_short(value.mean)} / {_short(value.max)}"
+
+
+def _short(value: float) -> str:
+    """Three digits and a unit: enough to compare, short enough for five columns."""
+    for unit in ("", "k", "M"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
 
 
 def _us(value: Quantiles) -> str:
-    return f"{value.p50:.0f} / {value.p99:.0f} / {value.max:.0f}"
+    return " / ".join(_short(round(each)) for each in (value.p50, value.p99, value.max))
 
 
 def _int(value: int | None) -> str:
@@ -43,8 +63,8 @@ def _int(value: int | None) -> str:
 
 
 LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
-    ("internal_fragmentation_pct  mean / max", lambda r: _pcts(r.internal_fragmentation_pct)),
-    ("reserved_pct  mean / max", lambda r: _pcts(r.reserved_pct)),
+    ("internal_fragmentation_pct ", lambda r: _pcts(r.internal_fragmentation_pct)),
+    ("reserved_pct ", lambda r: _pcts(r.reserved_pct)),
     ("hit_tokens_pct", lambda r: _pct(r.hit_tokens_pct)),
     ("  offline optimum", lambda r: _pct(r.hit_tokens_pct_optimum)),
     ("  nothing ever evicted", lambda r: _pct(r.hit_tokens_pct_ideal)),
@@ -56,11 +76,11 @@ LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("preemptions", lambda r: _int(r.preemptions)),
     ("never", lambda r: _int(r.never)),
     ("max_concurrent_sessions", lambda r: _int(r.max_concurrent_sessions)),
-    ("alloc_us  p50 / p99 / max", lambda r: _us(r.alloc_us)),
+    ("alloc_us", lambda r: _us(r.alloc_us)),
     ("cpu_us_per_request", lambda r: f"{r.cpu_us_per_request:,.0f}"),
     ("extents_per_1k_tokens", lambda r: f"{r.extents_per_1k_tokens:.1f}"),
-    ("largest_free_run  mean / max", lambda r: _slots(r.largest_free_run)),
-    ("duplicate_tokens  mean / max", lambda r: _slots(r.duplicate_tokens)),
+    ("largest_free_run ", lambda r: _slots(r.largest_free_run)),
+    ("duplicate_tokens ", lambda r: _slots(r.duplicate_tokens)),
     ("copied_tokens", lambda r: _int(r.copied_tokens)),
     ("moved_tokens", lambda r: _int(r.moved_tokens)),
 )
@@ -90,11 +110,14 @@ def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False
             # What is to be compared stands side by side, and a table fits 120 columns.
             order = {row.policy: at for at, row in reversed(list(enumerate(rows)))}
             rows = sorted(rows, key=lambda row: (order[row.policy], row.sharing))
-        width = 4 if both else 5
+        width = max(1, (out.width - LABEL_WIDTH) // COLUMN_WIDTH)
+        width = width - width % 2 if both and width > 1 else width
         for first in range(0, len(rows), width):
             out.print()
             out.print(_table(title if first == 0 else "", rows[first : first + width], both=both))
-        out.print(_caption(rows[0]))
+        out.print(_caption(rows[0]), style="dim")
+    if groups:
+        out.print(LEGEND, style="dim")
 
 
 def _table(title: str, rows: list[Row], *, both: bool) -> Table:
@@ -121,7 +144,7 @@ def print_summary(out: Console, result: ReplayResult) -> None:
     if lines:
         out.print("\nIn short", style="bold")
         for line in lines:
-            out.print(f"  · {line}", soft_wrap=False)
+            out.print(textwrap.fill(line, out.width - 2, initial_indent="  · ", subsequent_indent="    "))
 
 
 def summary(result: ReplayResult) -> list[str]:

@@ -104,6 +104,12 @@ def add(subparsers: _common.Subparsers) -> None:
         "--prefill-us", type=_positive, default=100.0, metavar="T", help="per prompt token (100)"
     )
     load.add_argument("--decode-ms", type=_positive, default=20.0, metavar="T", help="per output token (20)")
+    load.add_argument(
+        "--ramp",
+        type=_seconds,
+        metavar="S",
+        help="closed loop: seconds to fill up (a mean request's time; 0: at once)",
+    )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="for routing and --rate (0)")
     load.add_argument(
         "--via", choices=("inproc",), default="inproc", help="how the policy is reached: in this process"
@@ -135,6 +141,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 
@@ -273,6 +286,7 @@ def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
         watermark=arguments.watermark,
         prefill_us=arguments.prefill_us,
         decode_ms=arguments.decode_ms,
+        ramp_s=arguments.ramp,
         seed=arguments.seed,
     )
 
@@ -303,6 +317,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
         "watermark",
         "prefill_us",
         "decode_ms",
+        "ramp",
         "via",
     )
     return {name: getattr(arguments, name) for name in names}
@@ -341,7 +356,7 @@ def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
         ]
 
     cases = each(load(find("mix200_a")), 400_000, (16, 64, 528))
-    cases += each(load(find("sgd_a")), 30_000, (16, 64))
+    cases += each(load(find("sgd_a")), 45_000, (16, 64))
     cases += each(load(find("mooncake_conversation_a")).head(1200), 2_000_000, (16, 2048))
     four = load(find("taubench_airline_a"))
     for sharing in ("partitioned", "shared"):

@@ -24,7 +24,9 @@ Rules.
 - A dropped request counts as finished for those that build on it.
 
 Closed loop (no clock in the trace and no rate, or asked for): as many requests are in the system, waiting or running,
-as `live` allows; the trace's order decides which, and a request that has to wait for another is passed over.
+as `live` allows; the trace's order decides which, and a request that has to wait for another is passed over.  The loop
+fills up over the time that a mean request takes, one more after every live-th of it (`ramp_s`): clients that all began
+in the same instant would compute their common prompt `live` times over, and would stay in step long after.
 
 Rounds (`hours`): at the trace's end it starts again with new sessions (see `traces.py`), until that much time has gone
 by; then nothing new is let in, and what is in the system ends.
@@ -91,6 +93,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Per prompt token that was not found."""
     decode_ms: float = 20.0
     """Per output token."""
+    ramp_s: float | None = None
+    """Closed loop: seconds until all `live` may run; None: a mean request's time; 0: all at once."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,6 +113,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         need(self.rate is None or 0 < self.rate < 1e6, f"rate is {self.rate}; it must be above 0")
         need(0 <= self.watermark < 1, f"watermark is {self.watermark}; it must be 0 or more and below 1")
         need(self.prefill_us >= 0 and self.decode_ms >= 0, "prefill_us and decode_ms must be 0 or more")
+        need(self.ramp_s is None or 0 <= self.ramp_s < 1e9, f"ramp_s is {self.ramp_s}; it must be 0 or more")
 
 
 class PolicyFault(RuntimeError):
@@ -198,7 +203,7 @@ class _Round:
         """Request -> requests parked until it is done."""
 
 
-_PREFILLED, _ASK, _FINISH, _ARRIVE = range(4)
+_PREFILLED, _ASK, _FINISH, _ARRIVE, _RAMP = range(5)
 
 
 class _Engine:
@@ -232,6 +237,9 @@ class _Engine:
         self.rounds: dict[int, _Round] = {0: _Round(len(trace))}
         self.cursor = (0, 0)
         self.arrival_s = 0.0
+        self.allowed = config.live
+        """Requests that may be in the system, in closed loop."""
+        self.ramp_gap_s = 0.0
         self.freed: list[tuple[int, int]] = []
         """Heap of (round, request) that were passed over in closed loop and may run now."""
         self.parked: set[int] = set()
@@ -255,16 +263,27 @@ class _Engine:
         if self.clocked:
             self._plan_arrival()
         else:
+            ramp = (
+                _mean_request_s(self.trace, self.config) if self.config.ramp_s is None else self.config.ramp_s
+            )
+            self.ramp_gap_s = ramp / self.config.live
+            if self.ramp_gap_s > 0:
+                self.allowed = 1
+                self._at(self.ramp_gap_s, _RAMP, None)
             self._fill(now)
         handled = 0
         while events:
             at, _, kind, job, attempt = heappop(events)
             if job is not None and (job.attempt != attempt):
                 continue
+            if kind == _RAMP and not self.jobs and self._exhausted():
+                continue  # the trace is over before the loop was full
             if recorder.sampler is not None and recorder.sampler.next < at:
                 self._read(at)
             now = at
-            if job is None:
+            if kind == _RAMP:
+                self._ramp(now)
+            elif job is None:
                 self._arrive(now)
             elif kind == _PREFILLED:
                 self._prefilled(job, now)
@@ -382,6 +401,12 @@ class _Engine:
         self.jobs[number] = job
         pool.queue.append(job)
 
+    def _ramp(self, now: float) -> None:
+        """Closed loop: one more may be in the system."""
+        self.allowed += 1
+        if self.allowed < self.config.live and now < self.horizon:
+            self._at(self.allowed * self.ramp_gap_s, _RAMP, None)
+
     def _pull(self, now: float) -> bool:
         """Closed loop: bring one more request into the system, if any may come."""
         if self.freed and now < self.horizon:
@@ -412,7 +437,7 @@ class _Engine:
                     best = pool
             if best is not None:
                 self._admit(best, now)
-            elif self.clocked or len(self.jobs) >= live or not self._pull(now):
+            elif self.clocked or len(self.jobs) >= self.allowed or not self._pull(now):
                 return
 
     def _admit(self, pool: _Pool, now: float) -> None:
@@ -602,6 +627,13 @@ class _Engine:
         self.finished += 1
         if self.finished % COLLECT_EVERY == 0:
             gc.collect()
+
+
+def _mean_request_s(trace: Trace, config: ReplayConfig) -> float:
+    """Time of a request on average, if all that it inherits is found."""
+    fresh = sum(max(1, prompt - keep) for prompt, keep in zip(trace.prompt_len, trace.keep, strict=True))
+    output = sum(trace.total) - sum(trace.prompt_len)
+    return (fresh * config.prefill_us * 1e-6 + output * config.decode_ms * 1e-3) / len(trace)
 
 
 def _scatter(number: int, seed: int) -> int:

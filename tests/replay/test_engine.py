@@ -28,7 +28,7 @@ MEASURED = ("alloc_us", "cpu_us_per_request", "grow_us_per_request")
 
 
 def tiny(**changes: object) -> ReplayConfig:
-    return msgspec.structs.replace(ReplayConfig(policy="tiny", pool_tokens=100_000), **changes)
+    return msgspec.structs.replace(ReplayConfig(policy="tiny", pool_tokens=100_000, ramp_s=0.0), **changes)
 
 
 @st.composite
@@ -59,6 +59,7 @@ def configs() -> st.SearchStrategy[ReplayConfig]:
         routing=st.sampled_from(["sticky", "random"]),
         sharing=st.sampled_from(["shared", "partitioned"]),
         hours=st.sampled_from([None, 0.003]),
+        ramp_s=st.sampled_from([None, 0.0, 5.0]),
         seed=st.integers(0, 3),
     )
 
@@ -173,6 +174,14 @@ def test_the_trace_clock_and_hours_go_round(tmp_path: Path) -> None:
     admitted = [(request, at) for call, request, at in TinyPolicy.log if call == "admit"]
     # The round lasts 10 s and the mean gap of 10 s more.
     assert admitted == [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 50.0)]
+
+
+def test_a_closed_loop_fills_up_step_by_step(tmp_path: Path) -> None:
+    """Four clients that start over a second begin a quarter of a second apart; then each ends before the next comes."""
+    lines: list[Line] = [(None, i, 0, -1, 0, 1, 100) for i in range(9)]
+    run(tmp_path, lines, tiny(live=4, ramp_s=1.0, prefill_us=0.0))
+    admitted = [at for call, _, at in TinyPolicy.log if call == "admit"]
+    assert admitted == pytest.approx([0.0, 0.25, 0.5, 0.75, 2.0, 2.25, 2.5, 2.75, 4.0])
 
 
 def test_refused_requests_wait_in_line_and_count_once(tmp_path: Path) -> None:
