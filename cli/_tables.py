@@ -112,16 +112,16 @@ def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False
             rows = sorted(rows, key=lambda row: (order[row.policy], row.sharing))
         width = max(1, (out.width - LABEL_WIDTH) // COLUMN_WIDTH)
         width = width - width % 2 if both and width > 1 else width
+        out.print(f"\n{title}", style="bold")
         for first in range(0, len(rows), width):
-            out.print()
-            out.print(_table(title if first == 0 else "", rows[first : first + width], both=both))
+            out.print(_table(rows[first : first + width], both=both))
         out.print(_caption(rows[0]), style="dim")
     if groups:
         out.print(LEGEND, style="dim")
 
 
-def _table(title: str, rows: list[Row], *, both: bool) -> Table:
-    table = Table(title=title or None, title_justify="left")
+def _table(rows: list[Row], *, both: bool) -> Table:
+    table = Table()
     table.add_column("", no_wrap=True)
     for row in rows:
         name = f"{row.policy}\n{row.sharing}" if both else row.policy

@@ -207,16 +207,16 @@ class Recorder:
         # Per request, at its first admission.
         self.admitted_at = array("d")
         self.number = array("q")
-        self.prompt = array("q")
-        self.hit = array("q")
-        self.ideal = array("q")
-        self.rounding = array("q")
+        self.prompt = array("I")
+        self.hit = array("I")
+        self.ideal = array("I")
+        self.rounding = array("I")
         """Ideal hit less what is left of it after rounding down to the policy's granularity."""
-        self.fresh = array("q")
+        self.fresh = array("I")
         """Tokens of the request, output included, that it does not inherit: what it adds to a cache."""
         # Per admission, restarts included.
         self.alloc_at = array("d")
-        self.alloc_ns = array("q")
+        self.alloc_ns = array("Q")
         # Per finished request.
         self.finished_at = array("d")
         self.cpu_ns = array("q")
@@ -306,6 +306,7 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
         return []
     admitted = np.frombuffer(recorder.admitted_at, dtype=np.float64)
     alloc_at = np.frombuffer(recorder.alloc_at, dtype=np.float64)
+    alloc_ns = _ints(recorder.alloc_ns)
     finished = np.frombuffer(recorder.finished_at, dtype=np.float64)
     prompt, hit, ideal = _ints(recorder.prompt), _ints(recorder.hit), _ints(recorder.ideal)
     lost = np.minimum(np.maximum(ideal - hit, 0), _ints(recorder.rounding))
@@ -321,7 +322,7 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
         # Phases follow each other without gap or overlap: what happens on an edge belongs to the later one.
         mine = _between(admitted, start, end, last)
         done = _between(finished, start, end, last)
-        alloc = np.frombuffer(recorder.alloc_ns, dtype=np.int64)[_between(alloc_at, start, end, last)] / 1000
+        alloc = alloc_ns[_between(alloc_at, start, end, last)] / 1000
         tokens = int(prompt[mine].sum())
         hours = max(end - start, 1e-9) / HOUR_S
         buckets = _buckets(sampler, start, end)
@@ -433,7 +434,7 @@ def series(recorder: Recorder) -> Series:
 
 
 def _ints(values: array[int]) -> npt.NDArray[np.int64]:
-    return np.frombuffer(values, dtype=np.int64)
+    return np.frombuffer(values, dtype=np.dtype(values.typecode)).astype(np.int64)
 
 
 def _between(at: npt.NDArray[np.float64], start: float, end: float, last: bool) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,178 @@
+"""`kvslotctl replay` as a person and a script meet it: tables, JSON, exit codes, messages."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvslot.cli import ctl
+from kvslot.replay import Quantiles, Row, Spread
+
+from .tiny import Line, write
+
+LINES: list[Line] = [(None, i % 5, 0, i - 5 if i >= 5 else -1, 60 if i >= 5 else 0, 70, 9) for i in range(60)]
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> str:
+    return str(write(tmp_path / "mine.kvs.gz", LINES, kind="made by hand"))
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    result = json.loads(text)
+    assert list(result) == ["meta", "rows"]
+    found = result["rows"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_the_table_has_a_column_a_policy_and_the_names_of_the_json(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One table per block size, the policies across, and every line named as its JSON key."""
+    assert ctl.main(["replay", trace_file, "--policy", "paged", "token", "--block-size", "4", "16"]) == 0
+    out = capsys.readouterr().out
+    assert [int(size) for size in re.findall(r"blocks of (\d+)", out)] == [4, 16]
+    assert re.search(r"paged.*token", out)
+    for name in ("internal_fragmentation_pct", "hit_tokens_pct", "pseudo_oom_per_hour", "cpu_us_per_request"):
+        assert name in out
+        assert name in Row.__struct_fields__
+    assert "60 requests" in out
+
+
+def test_json_on_stdout_is_nothing_but_json(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --json alone stdout can be piped into a parser; keys are those of `Row`, one row per phase and run."""
+    argv = ["replay", trace_file, "--policy", "token,hashed", "--pool-tokens", "1000", "--json"]
+    assert ctl.main(argv) == 0
+    first = capsys.readouterr()
+    found = rows(first.out)
+    assert {(row["policy"], row["phase"]) for row in found} >= {("token", "all"), ("hashed", "all")}
+    for row in found:
+        assert list(row) == list(Row.__struct_fields__)
+        assert list(row["alloc_us"]) == list(Quantiles.__struct_fields__)
+        assert list(row["reserved_pct"]) == list(Spread.__struct_fields__)
+    meta = json.loads(first.out)["meta"]
+    assert meta["seed"] == 0
+    assert meta["version"]
+    assert meta["machine"]["cpus"] >= 1
+    assert meta["traces"][0]["name"] == "mine"
+    assert re.fullmatch(r"[0-9a-f]{64}", meta["traces"][0]["digest"])
+
+
+def test_same_seed_same_json(trace_file: str, tmp_path: Path) -> None:
+    """Two commands with the same seed write the same rows, but for what was measured on the clock."""
+    results = []
+    for name in ("a.json", "b.json"):
+        target = tmp_path / "new folder" / name
+        argv = ["replay", trace_file, "--policy", "token", "--rate", "20", "--seed", "5", f"--json={target}"]
+        assert ctl.main(argv) == 0
+        results.append(rows(target.read_text()))
+    for row in (*results[0], *results[1]):
+        for key in ("alloc_us", "cpu_us_per_request", "grow_us_per_request"):
+            del row[key]
+    assert results[0] == results[1]
+
+
+def test_both_kinds_of_pool_stand_side_by_side(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--sharing both gives each policy two columns, and rows that tell them apart."""
+    argv = [
+        "replay",
+        trace_file,
+        "--policy",
+        "token",
+        "--engines",
+        "2",
+        "--sharing",
+        "both",
+        "--pool-tokens",
+        "4000",
+    ]
+    assert ctl.main([*argv, "--json"]) == 0
+    assert {row["sharing"] for row in rows(capsys.readouterr().out)} == {"shared", "partitioned"}
+    assert ctl.main(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"partitioned.*shared", out)
+    assert "2 engines, sticky routing" in out
+
+
+def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--max-live-search finds max_concurrent_sessions; without it the key is there and null."""
+    argv = ["replay", trace_file, "--policy", "token", "--pool-tokens", "600", "--json"]
+    assert ctl.main(argv) == 0
+    assert rows(capsys.readouterr().out)[0]["max_concurrent_sessions"] is None
+    assert ctl.main([*argv, "--max-live-search", "32"]) == 0
+    assert 1 <= rows(capsys.readouterr().out)[0]["max_concurrent_sessions"] <= 32
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        ([], 2, "name a TRACE"),
+        (["no-such-trace"], 3, "bundled trace"),
+        (["mtbench101_a", "--policy", "best"], 2, "no policy is called best"),
+        (["mtbench101_a", "--policy", "token", "--pool-tokens", "8"], 2, "two blocks of 16"),
+        (["mtbench101_a", "--policy", "token", "--requests", "5", "--json=/proc/none/x.json"], 3, "/proc"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_line_and_a_code(
+    argv: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors go to stderr in one line, without a traceback, and scripts can tell them by the exit code."""
+    assert ctl.main(["replay", *argv]) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["--block-size", "0"], ["--live", "x"], ["--watermark", "1.5"], ["--hours", "-1"]]
+)
+def test_values_out_of_range_are_refused_by_the_parser(argv: list[str]) -> None:
+    """argparse's own exit code, 2."""
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(["replay", "mtbench101_a", *argv])
+    assert caught.value.code == 2
+
+
+def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help of the program and of the command show how to call them and what they return."""
+    for argv in (["--help"], ["replay", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            ctl.main(argv)
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        assert "examples:" in out
+        assert "exit codes:" in out
+        assert "kvslotctl replay --demo" in out
+
+
+def test_completion_knows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """The completion script is made from the parser itself."""
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(["--print-completion", "bash"])
+    assert caught.value.code == 0
+    assert "--max-live-search" in capsys.readouterr().out
+
+
+def test_the_list_names_every_bundled_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    """--list shows what can be named."""
+    assert ctl.main(["replay", "--list"]) == 0
+    out = capsys.readouterr().out
+    for name in ("mix200_a", "sgd_a", "kvtester_a"):
+        assert name in out
+
+
+def test_a_reader_that_leaves_early_is_no_error(trace_file: str) -> None:
+    """`kvslotctl ... | head` ends quietly."""
+    command = [sys.executable, "-Im", "kvslot.cli.ctl", "replay", trace_file, "--policy", "token"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        err = process.stderr.read()
+    assert process.returncode == 0
+    assert err == b""
