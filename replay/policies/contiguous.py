@@ -6,8 +6,8 @@ A kernel that wants K and V in one piece needs the whole run at the start, and n
 be; so every sequence gets room for the longest prompt and output that the service admits (`max_length`, capped by the
 pool).  Nothing is shared, nothing cached, nothing grows, so nothing is ever preempted, and there is no watermark.
 
-Runs are best fit with coalescing.  The waste is nearly all in what is reserved; it is not rounded to blocks, which do
-not exist here (the gauge of blocks in use counts the blocks that runs touch, to be comparable).
+Runs are best fit with coalescing.  There are no blocks: a run stands for one in the gauge of blocks in use, and nothing
+is rounded.  So the waste is all in what is reserved, and in the last hole, too short for one more run.
 """
 
 from __future__ import annotations
@@ -52,10 +52,6 @@ class ContiguousPolicy:
         self._size = config.block_size
         self._length = min(config.max_length, self._usable)
         self._runs = Runs(self._usable)
-        self._edges: dict[int, int] = {}
-        """Blocks in which a run begins or ends -> how many runs touch them."""
-        self._inner = 0
-        """Blocks that lie wholly inside one run, its first and last block not counted."""
         self._live: dict[int, _Sequence] = {}
         self._private = 0
         self._extents = 0
@@ -71,7 +67,6 @@ class ContiguousPolicy:
         start = self._runs.take(self._length)
         if start is None:
             return Refused(False, length)
-        self._touch(start, 1)
         self._live[request] = _Sequence(length, start)
         self._extents += 1
         return Admitted(0, self._length, min(self._length, length + NOTED_EVERY))
@@ -111,11 +106,9 @@ class ContiguousPolicy:
 
     def gauges(self) -> Gauges:
         taken = len(self._live) * self._length
-        size = self._size
-        blocks = (len(self._edges) + self._inner) * size
         return Gauges(
             usable=self._usable,
-            blocks_in_use_slots=min(blocks, self._usable),  # the pool may end in mid-block
+            blocks_in_use_slots=taken,
             tokens_held=self._private,
             private=self._private,
             cached=0,
@@ -161,15 +154,7 @@ class ContiguousPolicy:
             assert length > 0
             at += length
         assert at == self._usable
-        touched = {
-            block
-            for sequence in self._live.values()
-            for block in range(
-                sequence.start // self._size, (sequence.start + self._length - 1) // self._size + 1
-            )
-        }
         gauges = self.gauges()
-        assert gauges.blocks_in_use_slots == min(len(touched) * self._size, self._usable)
         assert gauges.private == sum(sequence.written for sequence in self._live.values())
         assert gauges.free == sum(length for _, length in self._runs.holes)
         assert gauges.largest_free_run == max((length for _, length in self._runs.holes), default=0)
@@ -186,18 +171,5 @@ class ContiguousPolicy:
 
     def _release(self, request: int, sequence: _Sequence) -> None:
         self._private -= sequence.written
-        self._touch(sequence.start, -1)
         self._runs.give(sequence.start, self._length)
         del self._live[request]
-
-    def _touch(self, start: int, by: int) -> None:
-        """A run from `start` came (by=1) or went (by=-1): count the blocks it touches."""
-        first, last = start // self._size, (start + self._length - 1) // self._size
-        edges = self._edges
-        for block in {first, last}:
-            count = edges.get(block, 0) + by
-            if count:
-                edges[block] = count
-            else:
-                del edges[block]
-        self._inner += by * max(0, last - first - 1)

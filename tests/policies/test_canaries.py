@@ -32,7 +32,6 @@ def busy(name: str) -> Life:
     ("name", "gauge"),
     [
         ("contiguous", "_private"),
-        ("contiguous", "_inner"),
         ("paged", "_private"),
         ("paged", "_reserved"),
         ("paged", "_duplicates"),
