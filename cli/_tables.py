@@ -21,16 +21,20 @@ LEGEND: Final = "a / b: mean / max over time; alloc_us: p50 / p99 / max; - : doe
 LABEL_WIDTH: Final = 32
 COLUMN_WIDTH: Final = 19
 """Of the widest cells, with their frame; a terminal that is too narrow for all columns gets several tables."""
+FULL_WIDTH: Final = LABEL_WIDTH + 5 * COLUMN_WIDTH
+
+
+class _Console(Console):
+    """Leaves a reader that has gone away to `ctl.main`: by itself rich would end the process with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def console() -> Console:
     """Standard output; wide enough for five columns where it is not a terminal."""
-    out = Console(highlight=False)
-    return (
-        out
-        if out.is_terminal
-        else Console(highlight=False, width=max(out.width, LABEL_WIDTH + 5 * COLUMN_WIDTH))
-    )
+    out = _Console(highlight=False)
+    return out if out.is_terminal else _Console(highlight=False, width=max(out.width, FULL_WIDTH))
 
 
 def _pct(value: float | None) -> str:

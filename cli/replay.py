@@ -176,6 +176,8 @@ def run(arguments: argparse.Namespace) -> int:
     except PolicyFault as error:
         print(f"kvslotctl replay: a policy broke its contract: {error}", file=sys.stderr)
         return _common.FAULT
+    except BrokenPipeError:
+        raise  # a reader that has left, not a file that cannot be written
     except OSError as error:
         print(f"kvslotctl replay: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
         return _common.BAD_INPUT
