@@ -4,7 +4,7 @@ Ours and the baseline do the same work on the same prompts in one loop, by turns
 else the machine does hits both alike; the result is the ratio of medians.  What is timed is one call each: the
 publication and the release that follow it, so that the pool stays full and turns over, are timed apart.
 
-    allocate    300 / 8k / 32k tokens, the first half cached, against `ChainedPool` of the same slots under the same traffic
+    allocate    300 / 8k / 32k tokens, half of them cached, against `ChainedPool` of as many slots in the same traffic
     probe       whole prompts that are cached, against the same
     nodes       one life of a short request in a tree of 2,000 and one of 2,000,000 nodes
     blocks      one life of a 300-token request in 4,000 and in 4,000,000 blocks
@@ -158,20 +158,23 @@ def life_chained(side: Chained, prompt: bytes, times: Times) -> None:
 def race(pair: Pair, prompts: Iterator[bytes], rounds: int, warm: int) -> tuple[Times, Times, float, float]:
     """Both sides live through `rounds` prompts by turns; also returns the tokens each evicted per request."""
     ours, theirs = Times.none(), Times.none()
-    before = after = (0, 0)
+    evicted = evicted_theirs = 0
     for index in range(-warm, rounds):
         prompt = next(prompts)
         if index == 0:
             ours, theirs = Times.none(), Times.none()
-            before = (pair.ours.evicted_tokens(), pair.chained.evicted_tokens())
+            evicted = evicted_theirs = 0
+        evicted -= pair.ours.evicted_tokens()
+        evicted_theirs -= pair.chained.evicted_tokens()
         if index & 1:
             life_ours(pair.ours, prompt, ours)
             life_chained(pair.chained, prompt, theirs)
         else:
             life_chained(pair.chained, prompt, theirs)
             life_ours(pair.ours, prompt, ours)
-    after = (pair.ours.evicted_tokens(), pair.chained.evicted_tokens())
-    return ours, theirs, (after[0] - before[0]) / rounds, (after[1] - before[1]) / rounds
+        evicted += pair.ours.evicted_tokens()
+        evicted_theirs += pair.chained.evicted_tokens()
+    return ours, theirs, evicted / rounds, evicted_theirs / rounds
 
 
 def short_prompts(sides: Sequence[Ours | Chained], shape: Shape, half: int, delay: int) -> Iterator[bytes]:
@@ -259,7 +262,9 @@ def measure_probe(pair: Pair, size: Size, cost: int, report: Progress) -> list[R
     """Probes of whole cached prompts."""
     results: list[Result] = []
     within = int(0.4 * pair.ours.pool.usable)
-    for index, (name, length, most) in enumerate((("512", 512, 2000), ("8k", 8192, 1000), ("32k", 32768, 300))):
+    for index, (name, length, most) in enumerate(
+        (("512", 512, 2000), ("8k", 8192, 1000), ("32k", 32768, 300))
+    ):
         report(f"probe {name}", index / 4)
         chats = pair.filling.recent(length + 640, max(8, most * size.nodes // FULL.nodes), within)
         if length == 512:
@@ -280,22 +285,35 @@ def measure_probe(pair: Pair, size: Size, cost: int, report: Progress) -> list[R
     return results + measure_branches(size, cost)
 
 
-def probe_race(ours: Ours, chained: Chained, prompts: Sequence[bytes], cost: int) -> tuple[Quantiles, Quantiles]:
+def probe_race(
+    ours: Ours, chained: Chained, prompts: Sequence[bytes], cost: int
+) -> tuple[Quantiles, Quantiles]:
     """Both probe all prompts, by turns, three times; all of a prompt must be cached on both sides."""
     if not prompts:
         raise ValueError("no prompt of this length is cached; the pool is too small")
     a: list[int] = []
     b: list[int] = []
     probe, probe_chained, root = ours.pool.probe, chained.pool.probe, ours.root
-    for _ in range(3):
-        for prompt in prompts:
-            t0 = clock()
-            hit = probe(root, prompt)
-            t1 = clock()
-            hit_chained = probe_chained(prompt)
-            t2 = clock()
-            a.append(t1 - t0)
-            b.append(t2 - t1)
+    for turn in range(3):
+        for index, prompt in enumerate(prompts):
+            # As a prompt that has just come in: in the cache for whoever is first to read it.
+            prompt = bytes(bytearray(prompt))
+            if (turn + index) & 1:
+                t0 = clock()
+                hit = probe(root, prompt)
+                t1 = clock()
+                hit_chained = probe_chained(prompt)
+                t2 = clock()
+                a.append(t1 - t0)
+                b.append(t2 - t1)
+            else:
+                t0 = clock()
+                hit_chained = probe_chained(prompt)
+                t1 = clock()
+                hit = probe(root, prompt)
+                t2 = clock()
+                b.append(t1 - t0)
+                a.append(t2 - t1)
             whole = len(prompt) >> 2
             assert hit == whole - 1, (hit, whole)
             assert hit_chained >= whole - 16, (hit_chained, whole)
@@ -361,6 +379,7 @@ def measure_growth(group: str, size: Size, cost: int, report: Progress) -> list[
         return side, filling
 
     large, filling = filled(large_count, True)
+    small: Ours | None = None
     small_times, large_times = Times.none(), Times.none()
     probes: tuple[list[int], list[int]] = ([], [])
     for start in range(0, rounds, rounds_each):
@@ -382,6 +401,7 @@ def measure_growth(group: str, size: Size, cost: int, report: Progress) -> list[
                 side.pool.probe(side.root, prompt)
                 t1 = clock()
                 samples.append(t1 - t0)
+    assert small is not None
     results = []
     steps = (
         ("allocate", small_times.allocate, large_times.allocate),

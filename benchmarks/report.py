@@ -170,7 +170,9 @@ def machine() -> dict[str, str | int | float]:
     }
 
 
-def meta(groups: Sequence[str], *, quick: bool, seed: int, cost_ns: int, command: Sequence[str] | None) -> Meta:
+def meta(
+    groups: Sequence[str], *, quick: bool, seed: int, cost_ns: int, command: Sequence[str] | None
+) -> Meta:
     """`command` is what the user typed; this process's own arguments if None."""
     from datetime import UTC, datetime
 
