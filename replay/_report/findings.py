@@ -1,0 +1,328 @@
+"""What the rows say, in sentences: gains, nothings and prices alike, each worked out from the figures beside it.
+
+A gain is ours against the policy that does without it: slots against exclusive blocks (`paged`), token-exact sharing
+against full blocks (`hashed`), one pool against a pool each.  Where `slotted` was not replayed, the sentences say what
+was found and judge nothing.  Half a percentage point, or a tenth of what was measured, is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, NamedTuple
+
+from kvslot.replay._report.figures import NEVER_BEST, POINTS_NOTHING, count, micro, pct
+from kvslot.replay._report.views import Group
+from kvslot.replay.metrics import Row
+
+OURS: Final = "slotted"
+MEASURED_NOTHING: Final = 0.1
+SIZES_TOLD: Final = 4
+"""Block sizes that a sentence names; more is what the table is for."""
+
+Verdict = Literal["gain", "nothing", "price", "fact"]
+Columns = dict[tuple[str, str], list[Row]]
+"""Rows by (policy, sharing), one a block size, sizes rising."""
+
+
+class Finding(NamedTuple):
+    verdict: Verdict
+    text: str
+    """Plain text; *stars* around what is to stand out.  Holds no names from outside but policies'."""
+    group: int
+    """Index of the group that shows it best."""
+
+
+def findings(groups: Sequence[Group]) -> list[Finding]:
+    """The findings of one setup, given its groups."""
+    columns: Columns = {}
+    for group in groups:
+        for row in group.phases.get("all", []):
+            columns.setdefault((row.policy, row.sharing), []).append(row)
+    if not columns:
+        return []
+    found: list[Finding | None] = []
+    shared = any(sharing == "shared" for _, sharing in columns)
+    sharing = "shared" if shared else next(iter(columns))[1]
+    ours = columns.get((OURS, sharing))
+    rows = {policy: rows for (policy, of), rows in columns.items() if of == sharing}
+    at = {row.block_size: group.index for group in groups for row in group.rows}
+    if ours is None:
+        found += [*_plain(rows, at)]
+    else:
+        found += [_waste(ours, rows.get("paged"), at), _hits(ours, rows.get("hashed"), rows.get("token"), at)]
+        if len(rows) == 1:
+            found += [*_plain(rows, at)]
+    found += [_larger_blocks(rows, at)]
+    found += [_pools(columns, at)]
+    if ours is not None:
+        found += [
+            _refusals(ours, rows, at),
+            _evicted(ours, at),
+            _cpu(ours, rows, at),
+            _pieces(ours, rows, at),
+        ]
+    return [each for each in found if each is not None]
+
+
+def _listed(rows: Sequence[Row], value: Callable[[Row], float]) -> str:
+    """ "6.1 % at 16, 15.9 % at 64 and 53.0 % at 528"; a few sizes stand for many."""
+    told = list(rows)
+    if len(told) > SIZES_TOLD:
+        step = (len(told) - 1) / (SIZES_TOLD - 1)
+        told = [told[round(i * step)] for i in range(SIZES_TOLD)]
+    if len(told) == 1:
+        return f"{pct(value(told[0]))} %"
+    parts = [f"{pct(value(row))} % at {row.block_size:,}" for row in told]
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _listed_short(rows: Sequence[Row], value: Callable[[Row], float]) -> str:
+    """As `_listed`; values that are all but the same are told once."""
+    values = [value(row) for row in rows]
+    if len(rows) > 1 and max(values) - min(values) < 0.1:
+        return f"{pct(max(values))} % at each"
+    return _listed(rows, value)
+
+
+def _matched(ours: Sequence[Row], theirs: Sequence[Row] | None) -> list[tuple[Row, Row]]:
+    by_size = {row.block_size: row for row in theirs or ()}
+    return [(row, by_size[row.block_size]) for row in ours if row.block_size in by_size]
+
+
+def _judge(gains: Sequence[float], nothing: float) -> Verdict:
+    if min(gains) <= -nothing:
+        return "price" if max(gains) < nothing else "fact"
+    return "gain" if max(gains) >= nothing else "nothing"
+
+
+def _small(pairs: Sequence[tuple[Row, Row]], gains: Sequence[float]) -> str:
+    """At which sizes the difference is nothing."""
+    sizes = [a.block_size for (a, _), gain in zip(pairs, gains, strict=True) if abs(gain) < POINTS_NOTHING]
+    return f" At {_and(sizes)} the difference is next to nothing." if sizes else ""
+
+
+def _waste(ours: Sequence[Row], paged: Sequence[Row] | None, at: dict[int, int]) -> Finding | None:
+    pairs = _matched(ours, paged)
+    if not pairs:
+        return None
+    gains = [b.internal_fragmentation_pct.mean - a.internal_fragmentation_pct.mean for a, b in pairs]
+    verdict = _judge(gains, POINTS_NOTHING)
+
+    def waste(row: Row) -> float:
+        return row.internal_fragmentation_pct.mean
+
+    theirs = _listed([b for _, b in pairs], waste)
+    mine = _listed_short([a for a, _ in pairs], waste)
+    size = f" of {pairs[0][0].block_size:,}" if len(pairs) == 1 else ""
+    if verdict == "nothing":
+        text = (
+            f"*Slots save no memory here.* Exclusive blocks{size} leave {theirs} of the slots in used blocks empty, "
+            f"slotted ones {mine}."
+        )
+    else:
+        text = (
+            f"Exclusive blocks{size} (paged) leave *{theirs}* of the slots in used blocks empty; "
+            f"slotted ones *{mine}*."
+        )
+        text += _small(pairs, gains)
+    return Finding(verdict, text, at[pairs[-1][0].block_size])
+
+
+def _hits(
+    ours: Sequence[Row], hashed: Sequence[Row] | None, token: Sequence[Row] | None, at: dict[int, int]
+) -> Finding | None:
+    pairs = _matched(ours, hashed)
+    if not pairs:
+        return None
+    gains = [a.hit_tokens_pct - b.hit_tokens_pct for a, b in pairs]
+    verdict = _judge(gains, POINTS_NOTHING)
+
+    def hits(row: Row) -> float:
+        return row.hit_tokens_pct
+
+    mine, theirs = _listed_short([a for a, _ in pairs], hits), _listed([b for _, b in pairs], hits)
+    size = f" of {pairs[0][0].block_size:,}" if len(pairs) == 1 else ""
+    if verdict == "nothing":
+        text = (
+            f"*Sharing to the exact token finds nothing more here*: {mine} of the prompt tokens, full blocks{size} "
+            f"(hashed) {theirs}."
+        )
+    else:
+        text = f"Sharing to the exact token finds *{mine}* of the prompt tokens; full blocks{size} (hashed) *{theirs}*."
+        text += _small(pairs, gains)
+    exact = _matched(ours, token)
+    if exact:
+        gap = max(b.hit_tokens_pct - a.hit_tokens_pct for a, b in exact)
+        text += (
+            f" Page size 1 (token) finds up to {pct(gap)} points more than slots."
+            if gap >= POINTS_NOTHING
+            else " Page size 1 (token) finds no more than slots."
+        )
+    return Finding(verdict, text, at[pairs[-1][0].block_size])
+
+
+def _larger_blocks(rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
+    """What going from the smallest block to the largest costs, and what it buys."""
+    parts: list[str] = []
+    first = last = 0
+    for policy, sizes in rows.items():
+        if policy in NEVER_BEST or policy == "token" or len(sizes) < 2:
+            continue
+        small, large = sizes[0], sizes[-1]
+        first, last = small.block_size, large.block_size
+        lost = small.hit_tokens_pct - large.hit_tokens_pct
+        words = (
+            f"{policy} {pct(abs(lost))} points of hits{' gained' if lost < 0 else ''}"
+            if abs(lost) >= POINTS_NOTHING
+            else f"{policy} no hits"
+        )
+        saved = small.extents_per_1k_tokens, large.extents_per_1k_tokens
+        words += f" ({saved[0]:,.1f} pieces per 1,000 tokens become {saved[1]:,.1f})"
+        parts.append(words)
+    if not parts:
+        return None
+    return Finding("fact", f"Blocks of {last:,} instead of {first:,} cost {_and(parts)}.", at[last])
+
+
+def _pools(columns: Columns, at: dict[int, int]) -> Finding | None:
+    """One pool against a pool each, by every policy that was replayed both ways; ours first, and judged."""
+    policies = dict.fromkeys(policy for policy, _ in columns if policy not in NEVER_BEST)
+    both: list[tuple[Row, Row]] = []
+    for policy in sorted(policies, key=lambda policy: policy != OURS):
+        both += _matched(columns.get((policy, "shared"), []), columns.get((policy, "partitioned")))[:1]
+    if not both or both[0][0].engines < 2:
+        return None
+    one, each = both[0]
+    verdict = _judge([one.hit_tokens_pct - each.hit_tokens_pct], POINTS_NOTHING)
+    told = _and(
+        [f"{a.policy} {pct(a.hit_tokens_pct)} and {pct(b.hit_tokens_pct)} %" for a, b in both[1:]] or [""]
+    )
+    others = f" ({told})" if told else ""
+    if verdict == "nothing":
+        text = f"*One pool for {one.engines} engines finds nothing more*:"
+    else:
+        text = f"*One pool for {one.engines} engines finds {'more' if verdict == 'gain' else 'LESS'}*:"
+    text += (
+        f" {pct(one.hit_tokens_pct)} % of the prompt tokens under {one.policy}, a pool each "
+        f"{pct(each.hit_tokens_pct)} %{others}."
+    )
+    if one.refusals or each.refusals:
+        text += f" Under {one.policy}, {count(one.refusals)} requests had to wait instead of {count(each.refusals)}"
+        other = each.refused_room_elsewhere
+        text += f", {count(other)} of those while another engine's pool had the room." if other else "."
+    return Finding(verdict, text, at[one.block_size])
+
+
+def _refusals(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
+    size = ours[0].block_size
+    here = {policy: row for policy, each in rows.items() for row in each if row.block_size == size}
+    others = {name: row for name, row in here.items() if name != OURS and name not in NEVER_BEST}
+    if not others:
+        return None
+    mine = here[OURS]
+    if not mine.refusals and not any(row.refusals for row in others.values()):
+        return Finding("nothing", "*No request had to wait*: the pool was never short.", at[size])
+    gains = [float(row.refusals - mine.refusals) for row in others.values()]
+    slack = max(1.0, MEASURED_NOTHING * mine.refusals)
+    verdict: Verdict = "gain" if min(gains) >= slack else "price" if max(gains) <= -slack else "fact"
+    if all(abs(gain) < slack for gain in gains):
+        verdict = "nothing"
+    told = _and([f"{count(row.refusals)} under {name}" for name, row in others.items()])
+    text = f"In blocks of {size:,}, *{count(mine.refusals)} requests had to wait* under slotted, {told}."
+    false = [f"{count(row.pseudo_oom)} of {name}'s" for name, row in here.items() if row.pseudo_oom]
+    if len(false) > 1 or (false and not mine.pseudo_oom):
+        text += f" Refused although there was room: {_and(false)}."
+    elif false:
+        text += f" Refused although there was room: {false[0]} alone."
+    else:
+        text += " None of them although there was room."
+    return Finding(verdict, text, at[size])
+
+
+def _evicted(ours: Sequence[Row], at: dict[int, int]) -> Finding | None:
+    row = ours[0]
+    lost = 100 * row.evicted_hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+    bound = row.hit_tokens_pct_optimum
+    if lost < POINTS_NOTHING:
+        return Finding(
+            "fact",
+            f"The pool is large enough: eviction costs slotted {pct(lost)} % of the prompt tokens.",
+            at[row.block_size],
+        )
+    text = f"Eviction ({row.eviction}) loses *{pct(lost)} %* of the prompt tokens under slotted"
+    if bound is None:
+        return Finding("fact", f"{text}.", at[row.block_size])
+    gap = bound - row.hit_tokens_pct
+    if gap < POINTS_NOTHING:
+        return Finding("fact", f"{text}; no eviction could do better in this pool.", at[row.block_size])
+    return Finding(
+        "fact",
+        f"{text}: {pct(row.hit_tokens_pct)} % are found. An eviction that knew the future would find {pct(bound)} % in "
+        "the same pool.",
+        at[row.block_size],
+    )
+
+
+def _cpu(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
+    size = ours[0].block_size
+    mine = ours[0].cpu_us_per_request
+    others = {
+        policy: row.cpu_us_per_request
+        for policy, each in rows.items()
+        for row in each
+        if row.block_size == size
+        and policy != OURS
+        and policy not in NEVER_BEST
+        and row.cpu_us_per_request > 0
+    }
+    if not others or mine <= 0:
+        return None
+    name = min(others, key=lambda policy: others[policy])
+    ratio = mine / others[name]
+    verdict = _judge([1 - ratio], MEASURED_NOTHING)
+    words = "as much as" if verdict == "nothing" else f"{ratio:.2f} times"
+    return Finding(
+        verdict,
+        f"Bookkeeping takes slotted *{micro(mine)} µs* of CPU time a request in blocks of {size:,}, {words} {name}, "
+        f"the cheapest other policy that shares ({micro(others[name])} µs).",
+        at[size],
+    )
+
+
+def _pieces(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
+    """Only where it is a price: finer pieces make longer index tables."""
+    worst: tuple[float, Row, Row] | None = None
+    for name in ("paged", "hashed"):
+        for mine, other in _matched(ours, rows.get(name)):
+            if other.extents_per_1k_tokens > 0:
+                ratio = mine.extents_per_1k_tokens / other.extents_per_1k_tokens
+                if worst is None or ratio > worst[0]:
+                    worst = ratio, mine, other
+    if worst is None or worst[0] <= 1 + MEASURED_NOTHING:
+        return None
+    _, mine, other = worst
+    return Finding(
+        "price",
+        f"Slotted sequences lie in more pieces: in blocks of {mine.block_size:,}, *{mine.extents_per_1k_tokens:,.1f}* "
+        f"per 1,000 tokens against {other.extents_per_1k_tokens:,.1f} under {other.policy}.",
+        at[mine.block_size],
+    )
+
+
+def _plain(rows: dict[str, list[Row]], at: dict[int, int]) -> list[Finding]:
+    """What was found and left empty, without a verdict."""
+    return [
+        Finding(
+            "fact",
+            f"Under {policy}, *{_listed_short(each, lambda row: row.hit_tokens_pct)}* of the prompt tokens are found "
+            f"cached ({pct(each[0].hit_tokens_pct_ideal)} % if nothing were evicted); empty stay "
+            f"{_listed_short(each, lambda row: row.internal_fragmentation_pct.mean)} of the slots in used blocks.",
+            at[each[-1].block_size],
+        )
+        for policy, each in rows.items()
+    ]
+
+
+def _and(parts: Sequence[object]) -> str:
+    words = [f"{part:,}" if isinstance(part, int) else str(part) for part in parts]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
