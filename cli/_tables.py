@@ -119,7 +119,7 @@ def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False
         out.print(f"\n{title}", style="bold")
         for first in range(0, len(rows), width):
             out.print(_table(rows[first : first + width], both=both))
-        out.print(_caption(rows[0]), style="dim")
+        out.print(_caption(rows), style="dim")
     if groups:
         out.print(LEGEND, style="dim")
 
@@ -137,9 +137,12 @@ def _table(rows: list[Row], *, both: bool) -> Table:
     return table
 
 
-def _caption(row: Row) -> str:
-    hours = (row.end_s - row.start_s) / 3600
-    return f"{row.requests:,} requests, {row.prompt_tokens:,} prompt tokens, {hours:.2f} h simulated"
+def _caption(rows: list[Row]) -> str:
+    spans = sorted((row.end_s - row.start_s) / 3600 for row in rows)
+    first, last = f"{spans[0]:.2f}", f"{spans[-1]:.2f}"
+    # Who refuses and finds less takes longer over the same requests.
+    hours = first if first == last else f"{first} to {last}"
+    return f"{rows[0].requests:,} requests, {rows[0].prompt_tokens:,} prompt tokens, {hours} h simulated"
 
 
 def print_summary(out: Console, result: ReplayResult) -> None:

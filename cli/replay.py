@@ -357,7 +357,7 @@ def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
             for policy in policies
         ]
 
-    cases = each(load(find("mix200_a")), 400_000, (16, 64, 528))
+    cases = each(load(find("mix200_a")), 400_000, (16, 64, 528, 2048))
     cases += each(load(find("sgd_a")), 45_000, (16, 64))
     cases += each(load(find("mooncake_conversation_a")).head(1200), 2_000_000, (16, 2048))
     four = load(find("taubench_airline_a"))

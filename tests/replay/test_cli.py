@@ -176,3 +176,34 @@ def test_a_reader_that_leaves_early_is_no_error(trace_file: str) -> None:
         err = process.stderr.read()
     assert process.returncode == 0
     assert err == b""
+
+
+def test_the_demo_prints_tables_and_sentences_and_leaves_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--demo ends with gains and nothings in words, and writes rows and page under build/replay."""
+    from kvslot.cli import replay as command
+    from kvslot.replay import Case, ReplayConfig, find, load
+
+    def few(seed: int, policies: list[str]) -> list[Case]:
+        made = load(find("mtbench101_a")).head(300)
+        return [
+            Case(made, ReplayConfig(policy=policy, block_size=size, pool_tokens=20_000, seed=seed))
+            for size in (16, 64)
+            for policy in policies
+        ]
+
+    monkeypatch.setattr(command, "_demo_cases", few)
+    monkeypatch.chdir(tmp_path)
+    assert ctl.main(["replay", "--demo"]) == 0
+    out = capsys.readouterr().out
+    assert "In short" in out
+    assert "mtbench101_a, blocks of 64" in out
+    found = rows((tmp_path / "build/replay/demo.json").read_text())
+    assert {row["policy"] for row in found} == {"contiguous", "paged", "hashed", "token", "slotted"}
+    assert (tmp_path / "build/replay/demo.html").stat().st_size > 1000
+    # What has no blocks ran once, and stands under every block size.
+    token = [row for row in found if row["policy"] == "token" and row["phase"] == "all"]
+    assert [row.pop("block_size") for row in token] == [16, 64]
+    assert [row.pop("run") for row in token] == [3, 8]
+    assert token[0] == token[1]
