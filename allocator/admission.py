@@ -194,14 +194,14 @@ class Admission:
         if deadline is not None and deadline < now:
             return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
         if session.charged + need > session.quota:
-            return self._starve(sequence, need, now, ticket, Reason.QUOTA)
+            return self.starve(sequence, need, now, ticket, Reason.QUOTA)
         older = sum(t.need for h, t in self.growth.items() if h < sequence.handle) if self.growth else 0
         free, evictable = pool.runs.total, pool.tree.evictable
         coming = self.coming_free()
         if need + older > free + evictable:
             if coming and need + older <= free + evictable + coming:
                 return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
-            return self._starve(sequence, need, now, ticket, Reason.MEMORY)
+            return self.starve(sequence, need, now, ticket, Reason.MEMORY)
         patience = pool.config.fence_patience
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
             return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
@@ -211,7 +211,7 @@ class Admission:
             self._relax()
         return None
 
-    def _starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
+    def starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
         session = sequence.session
         scope = self._scope(session, reason)
@@ -313,7 +313,7 @@ class Admission:
             ticket = self.growth[handle]
             left -= ticket.need
             if left < 0:
-                self._starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
+                self.starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
                 break
             if ticket.ready < 0 and ticket.session.charged + ticket.need <= ticket.session.quota:
                 ticket.ready = now
@@ -347,6 +347,12 @@ class Admission:
         self.named.pop(handle, None)
         if not self.growth:
             self._relax()
+
+    def requeue(self, ticket: Ticket) -> None:
+        """Puts a ticket back that was taken for served, where its age belongs."""
+        self.waiting[ticket.handle] = ticket
+        self.waiting = OrderedDict(sorted(self.waiting.items()))
+        self.busy = True
 
     def _mine(self, session: Session, handle: int) -> Ticket | None:
         if not handle:
@@ -418,10 +424,29 @@ class Admission:
                 length = tree.length[node]
                 tree.evictor.forget(node, tree.keys[node])
                 extents = tree.remove(node)
-                for i in range(0, len(extents), 2):
-                    pool._release(extents[i], extents[i + 1], CACHED)
+                pool._release(extents, length, CACHED)
                 pool.evicted_tokens += length
         window.blockers = left
+
+
+def whole_pages(pool: Pool, page: int) -> int:
+    """Aligned pages that free and evictable slots would fill, a window's left out; O(n log n), for refusals only."""
+    tree, window = pool.tree, pool.admission.window
+    stretches = list(pool.runs.length_at.items())
+    for node in tree.live():
+        if tree.length[node] and not tree.holds[node]:
+            extents = tree.extents(node)
+            stretches += zip(extents[::2], extents[1::2], strict=True)
+    stretches.sort()
+    pages = begin = end = 0
+    for start, length in stretches:
+        if window is not None and start < window.stop and start + length > window.start:
+            continue
+        if start != end:
+            pages += max(0, end // page - -(-begin // page))
+            begin = start
+        end = start + length
+    return pages + max(0, end // page - -(-begin // page))
 
 
 def _overlaps(extents: list[int], start: int, stop: int) -> bool:

@@ -82,21 +82,21 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
         for _, _, fenced in session.fences:
             for piece in fenced.ranges:
                 state = QUARANTINED if id(piece) in quarantined else FENCED
-                owned.append((piece.slot, piece.length, state, f"a fence of session {session.handle}"))
+                owned += _pieces(piece.extents, state, f"a fence of session {session.handle}")
     for piece, holders in ranges_of(pool).values():
         state = QUARANTINED if id(piece) in quarantined else PRIVATE
-        owned.append((piece.slot, piece.length, state, f"sequence {holders[0].handle}"))
+        owned += _pieces(piece.extents, state, f"sequence {holders[0].handle}")
+        if sum(piece.extents[1::2]) != piece.length:
+            wrong.append(f"a range of {piece.length} slots has {sum(piece.extents[1::2])} in its extents")
     tree = pool.tree
     for node in tree.live():
         if tree.length[node]:
             extents = tree.extents(node)
             if sum(extents[1::2]) != tree.length[node]:
                 wrong.append(f"node {node} has {tree.length[node]} tokens in {sum(extents[1::2])} slots")
-            for i in range(0, len(extents), 2):
-                owned.append((extents[i], extents[i + 1], CACHED, f"node {node}"))
+            owned += _pieces(extents, CACHED, f"node {node}")
     for move in pool.moves.tickets.values():
-        for i in range(0, len(move.target), 2):
-            owned.append((move.target[i], move.target[i + 1], MOVING, f"move {move.handle}"))
+        owned += _pieces(move.target, MOVING, f"move {move.handle}")
     window = pool.admission.window
     if window is not None:
         owned += ((slot, length, RESERVED, "the window") for slot, length in window.stretches)
@@ -104,6 +104,10 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
             wrong.append("the window's held slots are not the sum of its stretches")
     owned += ((slot, length, FREE, "a free run") for slot, length in pool.runs.length_at.items())
     return owned
+
+
+def _pieces(extents: list[int], state: int, who: str) -> Owned:
+    return [(extents[i], extents[i + 1], state, who) for i in range(0, len(extents), 2)]
 
 
 def _audit_runs(pool: Pool, wrong: list[str]) -> None:
@@ -213,10 +217,10 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
         kinds[piece.kind] += piece.length
         charged[holders[0].session.handle] += piece.length
         if piece.refs != len(holders):
-            wrong.append(f"range {piece.slot} counts {piece.refs} holders, {len(holders)} were found")
+            wrong.append(f"the range at slot {piece.extents[0]} counts {piece.refs} holders, {len(holders)} were found")
         if len(holders) > 1 or piece.holders is not None:
             if sorted(h.handle for h in piece.holders or ()) != sorted(h.handle for h in holders):
-                wrong.append(f"range {piece.slot} lists other holders than hold it")
+                wrong.append(f"the range at slot {piece.extents[0]} lists other holders than hold it")
     for sequence in pool.sequences.values():
         who = f"sequence {sequence.handle}"
         if sequence.session.sequences.get(sequence.handle) is not sequence:

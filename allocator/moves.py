@@ -60,7 +60,7 @@ class Moves:
         target = pool.runs.take_pages(length, pool.unit) if pool.unit > 1 else pool.runs.take(length)
         if not target:
             raise OutOfTurn(f"no whole free blocks for the {length} slots of node {node}")
-        pool.ledger.shift_all(target, FREE, MOVING)
+        pool.ledger.shift_all(target, length, FREE, MOVING)
         tree.hold(node)
         tree.flags[node] |= MOVING_FLAG
         move = Move(pool._handle(), node, list(tree.extents(node)), target)
@@ -78,15 +78,13 @@ class Moves:
         node = move.node
         publish = bool(copied and node and tree.holds[node] == 1)
         if publish:
-            pool.ledger.shift_all(move.target, MOVING, CACHED)
+            pool.ledger.shift_all(move.target, tree.length[node], MOVING, CACHED)
             tree.set_extents(node, move.target)
-            for i in range(0, len(move.source), 2):
-                pool._release(move.source[i], move.source[i + 1], CACHED)
+            pool._release(move.source, tree.length[node], CACHED)
             self.moved_tokens += tree.length[node]
             self.published += 1
         else:
-            for i in range(0, len(move.target), 2):
-                pool._release(move.target[i], move.target[i + 1], MOVING)
+            pool._release(move.target, sum(move.target[1::2]), MOVING)
         if node:
             tree.flags[node] &= ~MOVING_FLAG
             tree.unhold(node, tree.tick[node])

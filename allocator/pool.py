@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 
 from kvslot.allocator import eviction
-from kvslot.allocator.admission import Admission
+from kvslot.allocator.admission import Admission, whole_pages
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, UnknownHandle
 from kvslot.allocator.moves import Moves
 from kvslot.allocator.results import (
@@ -46,7 +46,7 @@ from kvslot.allocator.tree import (
 MAX_SLOTS = 2**31 - 1  # slots are int32 for the kernels
 MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
-HOLE_SHARE = 1 / 512  # of `usable`: more free slots than this outside whole cells, and new pieces begin in a hole
+HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 4  # slots; a shorter hole costs an extent and saves next to nothing
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
@@ -71,7 +71,6 @@ class Pool:
         self.watermark = int(self.usable * config.watermark)
         self.ledger = Ledger(self.slots, self.padding)
         self.cell = self.quantum  # growth and placement go by the same measure; holes are what falls short of it
-        self.hole_target = int(self.usable * HOLE_SHARE)
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
         self.tree = PrefixTree(self.evictor, self.unit)
@@ -229,12 +228,12 @@ class Pool:
         for _, _, fenced in session.fences:
             session.swept += ((piece, FENCED) for piece in fenced.ranges)
         for piece, state in session.swept:
-            self.ledger.shift(piece.slot, piece.length, state, QUARANTINED)
+            self.ledger.shift_all(piece.extents, piece.length, state, QUARANTINED)
         return len(session.sequences) + len(session.fences) + 1
 
     def _unquarantine(self, session: Session) -> None:
         for piece, state in session.swept:
-            self.ledger.shift(piece.slot, piece.length, QUARANTINED, state)
+            self.ledger.shift_all(piece.extents, piece.length, QUARANTINED, state)
         session.swept = []
 
     def _wipe(self, session: Session, budget: int) -> int:
@@ -266,7 +265,7 @@ class Pool:
             self._pass_fences(member)
 
     def _pass_fences(self, session: Session) -> None:
-        if session.life == Life.LOST:
+        if session.life:  # lost: they stay; gone: the sweep releases them, with what it quarantined
             return
         passed = session.passed()
         fences = session.fences
@@ -360,7 +359,7 @@ class Pool:
         own: list[int] = []
         left = need + (self.quantum >> 1) if run else need
         if contiguous:
-            return runs.take(need, FRESH, root)
+            return runs.take_run(need, FRESH, root)
         if path:
             node = path[-1]
             tree = self.tree
@@ -376,18 +375,16 @@ class Pool:
                     runs.take_within(end, end, beside)
                     own = [end, beside]
                     left -= beside
-        if left > 0 and runs.total - runs.cells_free * cell > self.hole_target:
+        if left > 0 and (runs.total - runs.cells_free * cell) * HOLES_FROM > self.usable - runs.total:
             size = runs.hole_length(left)
             if size >= HOLE_LEAST:
                 slot = runs.take_hole(left, FRESH, root)
                 own += (slot, size)
                 left -= size
         if left > 0:
-            cells = -(-left // cell)
-            if cells > runs.cells_free:
-                self._evict_cells(cells, now)
-            if cells <= runs.cells_free and (run or left % cell == 0):
-                own += runs.take_cells(cells, FRESH, root)
+            cells = self._cells(-(-left // cell), FRESH, root, now) if run or left % cell == 0 else []
+            if cells:
+                own += cells
             else:
                 # The last resort, and what a request without room to grow into gets: exactly what it needs.
                 least = need - sum(own[1::2])
@@ -425,19 +422,11 @@ class Pool:
             self.evictor.reuse(node)
         self._serial = handle = self._serial + 1
         position = hit - copied
-        ranges = []
-        shift = self.ledger.shift
-        for i in range(0, len(own), 2):
-            slot, length = own[i], own[i + 1]
-            shift(slot, length, FREE, PRIVATE)
-            ranges.append(Range(position, slot, length))
-            position += length
-        capacity = position
-        if extents and own and extents[-2] + extents[-1] == own[0]:
-            extents[-1] += own[1]
-            extents += own[2:]
-        else:
-            extents += own
+        room = sum(own[1::2])
+        self.ledger.shift_all(own, room, FREE, PRIVATE)
+        ranges = [Range(position, own, room)]
+        capacity = position + room
+        _join(extents, own)
         session.charged += capacity - hit + copied
         sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
         session.sequences[handle] = sequence
@@ -478,20 +467,16 @@ class Pool:
         # A free stretch right behind the last slot costs no extent, so even part of a run is worth having there.
         if left >= want or (not tokens and left * 4 >= want):
             if not tokens:
-                want += -(last + want) % cell  # to the end of a cell
-                if session.charged + want > session.quota:
-                    want = self.quantum
+                whole = want + -(last + want) % cell  # to the end of a cell
+                if session.charged + whole <= session.quota:
+                    want = whole
             want = min(want, left)
             runs.take_within(last, last, want)
             out = [last, want]
         else:
-            if not tokens and not peel:
-                cells = want // cell
-                if not runs.cells_free:
-                    self._evict_cells(cells, now)
-                out = runs.take_cells(cells, EPHEMERAL, sequence.root) if runs.cells_free >= cells else []
-            else:
-                out = []
+            out = []
+            if not peel and not want % cell:
+                out = self._cells(want // cell, EPHEMERAL, sequence.root, now)
             if not out:
                 if need > runs.total:
                     self._evict(need - runs.total, now)
@@ -538,8 +523,8 @@ class Pool:
             raise BadRequest(f"{len(tokens)} bytes of tokens: they are int32, 4 bytes each")
         told = sequence.tokens + tokens if tokens else sequence.tokens
         known = sequence.tokens_from + (len(told) >> 2)
-        if not sequence.base <= length <= known:
-            raise BadRequest(f"commit to {length}: published are {sequence.base}, tokens are known up to {known}")
+        if not 0 <= length <= known:
+            raise BadRequest(f"commit to {length}: tokens are known up to {known}")
         if known > sequence.capacity:
             raise BadRequest(f"tokens are known up to {known}, but the sequence has room for {sequence.capacity}")
         if priority is not None and not 0 <= priority <= MAX_PRIORITY:
@@ -632,7 +617,7 @@ class Pool:
         extents: list[int] = []
         position = start
         session = sequence.session
-        shift = self.ledger.shift
+        shift_all = self.ledger.shift_all
         index = 0
         while index < len(own) and position < stop:
             piece = own[index]
@@ -647,17 +632,13 @@ class Pool:
             if piece.position + piece.length > stop:
                 self._split_range(sequence, piece, stop - piece.position)
             n = piece.length
-            if extents and extents[-2] + extents[-1] == piece.slot:
-                extents[-1] += n
-            else:
-                extents.append(piece.slot)
-                extents.append(n)
+            _join(extents, piece.extents)
             position += n
             if piece.kind == PEELED:
                 self.peeled -= n
             elif piece.kind == DUPLICATE:
                 self.duplicates -= n
-            shift(piece.slot, n, PRIVATE, CACHED)
+            shift_all(piece.extents, n, PRIVATE, CACHED)
             session.charged -= n
             if piece.holders is None:
                 del own[index]
@@ -690,7 +671,9 @@ class Pool:
 
     def _split_range(self, sequence: Sequence, piece: Range, at: int) -> Range:
         """Splits a range after `at` slots in every table that has it; returns the rear part."""
-        rear = Range(piece.position + at, piece.slot + at, piece.length - at, piece.kind, piece.refs, piece.fence)
+        front, back = split_extents(piece.extents, at)
+        rear = Range(piece.position + at, back, piece.length - at, piece.kind, piece.refs, piece.fence)
+        piece.extents = front
         piece.length = at
         if piece.holders is None:
             own = sequence.own
@@ -759,8 +742,8 @@ class Pool:
         known = length - child.tokens_from
         if 4 * known < len(child.tokens):
             child.tokens = child.tokens[: 4 * max(known, 0)]
-        if child.tokens_from > length:
-            child.tokens_from = length
+        if child.tokens_from > child.base - child.base % self.unit:
+            self._tokens_from_tree(child)
         self.tree.hold(sequence.node)
         session.sequences[child_handle] = child
         self.sequences[child_handle] = child
@@ -819,13 +802,13 @@ class Pool:
                 self.peeled -= piece.length
             if last <= passed:
                 session.charged -= piece.length
-                self._release(piece.slot, piece.length, PRIVATE)
+                self._release(piece.extents, piece.length, PRIVATE)
             elif last == fence:
-                self.ledger.shift(piece.slot, piece.length, PRIVATE, FENCED)
+                self.ledger.shift_all(piece.extents, piece.length, PRIVATE, FENCED)
                 session.fenced += piece.length
                 waiting.append(piece)
             else:
-                self.ledger.shift(piece.slot, piece.length, PRIVATE, FENCED)
+                self.ledger.shift_all(piece.extents, piece.length, PRIVATE, FENCED)
                 session.fenced += piece.length
                 session.fence(last, Fenced([piece], 0))
         if fence <= passed:
@@ -838,24 +821,33 @@ class Pool:
         for piece in fenced.ranges:
             session.charged -= piece.length
             session.fenced -= piece.length
-            self._release(piece.slot, piece.length, FENCED)
+            self._release(piece.extents, piece.length, FENCED)
         if fenced.node:
             self.tree.unhold(fenced.node, self.tree.tick[fenced.node])
 
-    def _release(self, slot: int, length: int, state: int) -> None:
-        """Slots come back to the free runs, or to the ticket whose window they lie in."""
+    def _release(self, extents: list[int], length: int, state: int) -> None:
+        """`length` slots come back to the free runs, or to the ticket in whose window they lie."""
+        give = self.runs.give
         window = self.admission.window
-        if window is None or slot >= window.stop or slot + length <= window.start:
-            self.ledger.shift(slot, length, state, FREE)
-            self.runs.give(slot, length)
+        if window is None:
+            if state != FREE:
+                self.ledger.shift_all(extents, length, state, FREE)
+            for i in range(0, len(extents), 2):
+                give(extents[i], extents[i + 1])
             return
-        low, high = max(slot, window.start), min(slot + length, window.stop)
-        self.ledger.shift(low, high - low, state, RESERVED)
-        window.hold(low, high - low)
-        for start, stop in ((slot, low), (high, slot + length)):
-            if stop > start:
-                self.ledger.shift(start, stop - start, state, FREE)
-                self.runs.give(start, stop - start)
+        for i in range(0, len(extents), 2):
+            slot, stop = extents[i], extents[i] + extents[i + 1]
+            low, high = max(slot, window.start), min(stop, window.stop)
+            if low >= high:
+                low = high = stop
+            else:
+                self.ledger.shift(low, high - low, state, RESERVED)
+                window.hold(low, high - low)
+            for start, end in ((slot, low), (high, stop)):
+                if end > start:
+                    if state != FREE:
+                        self.ledger.shift(start, end - start, state, FREE)
+                    give(start, end - start)
 
     def trim(
         self, session: Session, handle: int, *, keep_from: int = 0, keep_to: int = -1, fence: int = 0, now: float = 0.0
@@ -927,11 +919,7 @@ class Pool:
             tree.hold(above)
             sequence.node = above
             sequence.base = keep_to
-            # In whole units the next commit compares the broken one again: its tokens are the node's.
-            inside = keep_to - tree.depth[above]
-            broken = inside % self.unit
-            sequence.tokens = tree.keys[above][4 * (inside - broken) : 4 * inside]
-            sequence.tokens_from = keep_to - broken
+            self._tokens_from_tree(sequence)
         # Room that stands ready behind the new end, in order; pages must keep their place modulo the page.
         room = 2 * max(self.quantum, session.page)
         position = keep_to
@@ -955,33 +943,44 @@ class Pool:
         self.unwritten += (sequence.capacity - sequence.length) - before
         self._let_go(sequence, dropped, node, fence)
 
+    def _tokens_from_tree(self, sequence: Sequence) -> None:
+        """A sequence cut within what is published: in whole units its next commit compares the broken one again."""
+        tree, base, node = self.tree, sequence.base, sequence.node
+        while tree.depth[node] >= base:
+            node = tree.parent[node]
+        inside = base - tree.depth[node]
+        broken = base % self.unit
+        sequence.tokens = tree.keys[node][4 * (inside - broken) : 4 * inside]
+        sequence.tokens_from = base - broken
+
     # -- room --------------------------------------------------------------------------------------------------
 
     def _own(self, sequence: Sequence, position: int, extents: list[int], kind: int = OWN) -> None:
         """Free slots just taken become the sequence's, for positions from `position` on."""
+        length = sum(extents[1::2])
+        if not length:
+            return
+        self.ledger.shift_all(extents, length, FREE, PRIVATE)
         own = sequence.own
-        for i in range(0, len(extents), 2):
-            slot, length = extents[i], extents[i + 1]
-            self.ledger.shift(slot, length, FREE, PRIVATE)
-            last = own[-1] if own else None
-            if (
-                last is not None
-                and last.slot + last.length == slot
-                and last.position + last.length == position
-                and last.holders is None
-                and last.kind == kind
-                and not last.fence
-            ):
-                last.length += length
-            else:
-                own.append(Range(position, slot, length, kind))
-            position += length
+        last = own[-1] if own else None
+        if (
+            last is not None
+            and last.position + last.length == position
+            and last.holders is None
+            and last.kind == kind
+            and not last.fence
+        ):
+            last.length += length
+            _join(last.extents, extents)
+        else:
+            own.append(Range(position, list(extents), length, kind))
 
     def _end_slot(self, sequence: Sequence) -> int:
         """The slot behind the sequence's last one, or -1 when it cannot be grown into."""
         own = sequence.own
         if own and own[-1].position + own[-1].length == sequence.capacity:
-            return own[-1].slot + own[-1].length
+            extents = own[-1].extents
+            return extents[-2] + extents[-1]
         tree, node, base = self.tree, sequence.node, sequence.base
         if base != sequence.capacity or not base or tree.depth[node] + tree.length[node] != base:
             return -1
@@ -993,7 +992,7 @@ class Pool:
         own = sequence.own
         if own and own[-1].position + own[-1].length == sequence.capacity:
             piece = own[-1]
-            return piece.slot + piece.length, piece.length, piece
+            return piece.extents[-2] + piece.extents[-1], piece.extents[-1], piece
         tree, base = self.tree, sequence.base
         node = sequence.node
         while tree.parent[node] and tree.depth[node] >= base:
@@ -1080,17 +1079,14 @@ class Pool:
         node = path[-1] if path else root
         tree.hold(node)
         need = pages - hit + part
+        mine = self.admission.waiting.get(ticket)
         later = self.admission.admit(session, need, now, ticket, False)
         own: list[int] = []
         if later is None:
-            if need > self.runs.total:
-                self._evict(need - self.runs.total, now)
-            own = self.runs.take_pages(need, page)
-            while not own and tree.evictable:
-                # Free slots may lie where no whole page does: each further victim may complete one.
-                self._evict(min(tree.evictable, page), now)
-                own = self.runs.take_pages(need, page)
+            own = self._take_pages(need, page, now)
             if not own:
+                if mine is not None:
+                    self.admission.requeue(mine)
                 later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
         if later is not None:
             tree.unhold(node, tree.tick[node])
@@ -1121,7 +1117,10 @@ class Pool:
         need = -(-(part + asked) // page) * page
         limit = min(session.quota, self.usable) // page * page
         if capacity - part + need > limit:
-            return Never(capacity - part + need, limit)
+            # A growth run may be shorter, as long as it is a page; what was asked for by number may not.
+            need = (limit - (capacity - part)) // page * page
+            if tokens or need <= 0:
+                return Never(capacity - part + -(-(part + (tokens or 1)) // page) * page, limit)
         end, _, piece = self._tail(sequence) if capacity else (-1, 0, None)
         copies: list[Copy] = []
         beside = False
@@ -1144,14 +1143,9 @@ class Pool:
             self._own(sequence, capacity, out)
             start = capacity
         else:
-            if need > runs.total:
-                self._evict(need - runs.total, now)
-            out = runs.take_pages(need, page)
-            while not out and self.tree.evictable:
-                self._evict(min(self.tree.evictable, page), now)
-                out = runs.take_pages(need, page)
+            out = self._take_pages(need, page, now)
             if not out:
-                return self.admission.refuse(session, need, now, ticket, Reason.RUN, sequence)
+                return self.admission.starve(sequence, need, now, ticket, Reason.RUN)
             start = capacity - part
             if part:
                 self._peel(sequence, part, out, copies)
@@ -1163,6 +1157,18 @@ class Pool:
         self.extents_given += len(out) >> 1
         self.extent_tokens += need
         return Grown(start, sequence.capacity, out, copies)
+
+    def _take_pages(self, need: int, page: int, now: float) -> list[int]:
+        """Takes `need` slots in whole pages, evicting what that takes; [] and nothing evicted where it cannot be had."""
+        tree, runs = self.tree, self.runs
+        own = runs.take_pages(need, page) if need <= runs.total else []
+        if own or whole_pages(self, page) * page < need:
+            return own
+        while not own and tree.evictable:
+            # Free slots may lie where no whole page does: each further victim may complete one.
+            self._evict(min(tree.evictable, max(need - runs.total, page)), now)
+            own = runs.take_pages(need, page)
+        return own
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -1231,59 +1237,90 @@ class Pool:
             else:
                 evictor.forget(node, tree.keys[node])
                 extents = tree.remove(node)
-            for i in range(0, len(extents), 2):
-                self._release(extents[i], extents[i + 1], CACHED)
+            self._release(extents, length, CACHED)
             self.evicted_tokens += length
             tokens -= length
 
-    def _evict_cells(self, cells: int, now: float) -> None:
-        """Evicts until `cells` whole cells are free, or nothing is left to evict.
+    def _cells(self, cells: int, kind: int, group: int, now: float) -> list[int]:
+        """Takes `cells` whole cells, evicting what is missing, as flat extents; [] and nothing taken when they are not to be had.
 
-        As `_evict`, but the tail of a large leaf is cut at the start of a cell, so that what comes free is whole.
+        What victims leave is handed on without passing through the free runs: of a pool that is full, as a serving pool
+        always is, all memory comes that way, and its pieces need no look-up, only sorting.
         """
-        tree, runs, cell, unit = self.tree, self.runs, self.cell, self.unit
+        runs = self.runs
+        missing = cells - runs.cells_free
+        if missing <= 0:
+            return runs.take_cells(cells, kind, group)
+        cell = self.cell
+        tree = self.tree
         evictor = tree.evictor
         evictor.clock(now)
-        lengths = tree.length
-        short = 2 * self.block_size
-        while cells > runs.cells_free:
+        left: list[int] = []
+        gained = 0
+        while gained < missing:
             node = evictor.oldest()
             if not node:
-                return
-            length = lengths[node]
-            if length < short:
-                node = self._emptying(node)
-                length = lengths[node]
-            missing = cells - runs.cells_free
+                break
+            pieces, found = self._evict_leaf(node, missing - gained)
+            left += pieces
+            gained += found
+        if gained < missing or self.admission.window is not None:
+            self._release(left, sum(left[1::2]), FREE)
+            return runs.take_cells(cells, kind, group) if cells <= runs.cells_free else []
+        own = runs.take_cells(cells - missing, kind, group) if cells > missing else []
+        if len(left) > 2:
+            left = _sorted(left)
+        give = runs.give
+        for i in range(0, len(left), 2):
+            slot, end = left[i], left[i] + left[i + 1]
+            first = slot + -slot % cell
+            last = end - end % cell
+            if last - first > missing * cell:
+                last = first + missing * cell
+            if last <= first:
+                give(slot, end - slot)
+                continue
+            own.append(first)
+            own.append(last - first)
+            missing -= (last - first) // cell
+            if slot < first:
+                give(slot, first - slot)
+            if last < end:
+                give(last, end - last)
+        return own
+
+    def _evict_leaf(self, node: int, missing: int) -> tuple[list[int], int]:
+        """Evicts a leaf, or of a large one the tail that has `missing` whole cells; returns the slots and their whole cells."""
+        tree, cell = self.tree, self.cell
+        length = tree.length[node]
+        if length < 2 * self.block_size:
+            node = self._emptying(node)
+            length = tree.length[node]
+        slot = tree.slot[node]
+        extents = [slot, length] if slot >= 0 else tree.scattered[node]
+        cut = found = 0
+        for i in range(len(extents) - 2, -1, -2):
+            slot, n = extents[i], extents[i + 1]
+            end = (slot + n) // cell
+            cells = end + -slot // cell
+            if cells >= missing - found:
+                start = (end - missing + found) * cell
+                cut += slot + n - start
+                found = missing
+                break
+            if cells > 0:
+                found += cells
+            cut += n
+        cut += -cut % self.unit
+        if cut < length:
+            extents = tree.trim_tail(node, cut)
+        else:
             cut = length
-            if length > missing * cell:
-                # From the leaf's end: the free stretch behind its last slot makes the last cell whole sooner.
-                slot = tree.slot[node]
-                extents = [slot, length] if slot >= 0 else tree.scattered[node]
-                cut = 0
-                index = len(extents) - 2
-                behind = runs.length_at.get(extents[-2] + extents[-1], 0)
-                while index >= 0 and missing > 0:
-                    slot, n = extents[index], extents[index + 1]
-                    end = (slot + n + min(behind, cell)) // cell * cell
-                    start = end - missing * cell
-                    if start > slot:
-                        cut += slot + n - start
-                        break
-                    missing -= max(0, (end + -(-slot // cell) * -cell) // cell)
-                    cut += n
-                    behind = 0
-                    index -= 2
-                cut += -cut % unit
-            if 0 < cut < length:
-                extents = tree.trim_tail(node, cut)
-                length = cut
-            else:
-                evictor.forget(node, tree.keys[node])
-                extents = tree.remove(node)
-            for i in range(0, len(extents), 2):
-                self._release(extents[i], extents[i + 1], CACHED)
-            self.evicted_tokens += length
+            tree.evictor.forget(node, tree.keys[node])
+            extents = tree.remove(node)
+        self.evicted_tokens += cut
+        self.ledger.shift_all(extents, cut, CACHED, FREE)
+        return extents, found
 
     def _emptying(self, oldest: int) -> int:
         """Of the oldest few leaves the first whose death empties a block, else the oldest."""
@@ -1372,7 +1409,7 @@ class Pool:
                 shared[index + 1] -= n
                 skip -= n
                 index += 0 if shared[index + 1] else 2
-            _append(out, piece.slot, piece.length)
+            _join(out, piece.extents)
             position = piece.position + piece.length
         for i in range(index, len(shared), 2):
             _append(out, shared[i], shared[i + 1])
@@ -1427,6 +1464,29 @@ def _append(extents: list[int], slot: int, length: int) -> None:
         extents[-1] += length
     else:
         extents += (slot, length)
+
+
+def _join(extents: list[int], more: list[int]) -> None:
+    """Appends `more` to `extents`; the two become one extent where they touch."""
+    if extents and more and extents[-2] + extents[-1] == more[0]:
+        extents[-1] += more[1]
+        extents += more[2:]
+    else:
+        extents += more
+
+
+def _sorted(extents: list[int]) -> list[int]:
+    """Flat extents in order of slot, neighbours joined."""
+    out: list[int] = []
+    end = -1
+    for slot, n in sorted(zip(extents[::2], extents[1::2], strict=True)):
+        if slot == end:
+            out[-1] += n
+        else:
+            out.append(slot)
+            out.append(n)
+        end = slot + n
+    return out
 
 
 def _table_of(sequence: Sequence, piece: Range) -> list[Range]:

@@ -205,6 +205,17 @@ class FreeRuns:
         rest = self.occupied >> c
         return _newest(self.classes[c + (rest & -rest).bit_length() - 1]) if rest else -1
 
+    def take_run(self, n: int, kind: int = FRESH, group: int = 0) -> list[int]:
+        """Takes `n` slots (no more than `longest()`) as one extent, looking at every run where that is what it takes."""
+        run = self._fit(n, kind, group)
+        if run < 0:
+            run = min((length, start) for start, length in self.length_at.items() if length >= n)[1]
+        self.take_within(run, run, n)
+        block = (run + n - 1) // self.block_size
+        self.block_kind[block] = kind
+        self.block_group[block] = group
+        return [run, n]
+
     def take_at(self, start: int, n: int) -> bool:
         """Takes the `n` slots from `start` on if a run begins there and is long enough; growth in place."""
         if self.length_at.get(start, 0) < n:

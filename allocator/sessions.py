@@ -27,10 +27,13 @@ NO_STEP = 2**63 - 1
 
 
 class Range(msgspec.Struct, gc=False, eq=False):
-    """`length` slots from `slot` on, private to the sequences that hold it, for positions from `position` on."""
+    """`length` slots, private to the sequences that hold them, for positions from `position` on.
+
+    `extents` is a flat list slot, length, ...: a range has as many as its slots lie in, and no object per extent.
+    """
 
     position: int
-    slot: int
+    extents: list[int]
     length: int
     kind: int = OWN
     refs: int = 1

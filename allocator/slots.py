@@ -52,8 +52,11 @@ class Ledger:
         if self.journal is not None:
             self.journal(slot, length, source, target)
 
-    def shift_all(self, extents: list[int], source: int, target: int) -> None:
-        """The same for a flat list slot, length, slot, length, ..."""
-        shift = self.shift
-        for i in range(0, len(extents), 2):
-            shift(extents[i], extents[i + 1], source, target)
+    def shift_all(self, extents: list[int], length: int, source: int, target: int) -> None:
+        """The same for the `length` slots of a flat list slot, length, slot, length, ..."""
+        counts = self.counts
+        counts[source] -= length
+        counts[target] += length
+        if self.journal is not None:
+            for i in range(0, len(extents), 2):
+                self.journal(extents[i], extents[i + 1], source, target)

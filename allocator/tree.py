@@ -166,7 +166,8 @@ class PrefixTree:
         """Gives the node its slots: flat slot, length, ... with lengths that sum to the node's."""
         if len(extents) == 2:
             self.slot[node] = extents[0]
-            self.scattered.pop(node, None)
+            if self.scattered:
+                self.scattered.pop(node, None)
         else:
             self.slot[node] = -1
             self.scattered[node] = extents
@@ -218,38 +219,34 @@ class PrefixTree:
         return list(self.fans[-child].values())
 
     def path_extents(self, path: list[int], hit: int, out: list[int]) -> None:
-        """Appends the slots of the first `hit` tokens along `path`, neighbours merged, to the flat list `out`."""
+        """Appends the slots of the first `hit` tokens along `path`, joined where nodes touch, to the flat list `out`."""
         slots, lengths = self.slot, self.length
         end = -1
         for node in path:
+            n = lengths[node]
+            if n > hit:
+                n = hit
+                if not n:
+                    return
+            hit -= n
             slot = slots[node]
             if slot >= 0:
-                n = lengths[node]
-                if n > hit:
-                    n = hit
-                hit -= n
                 if slot == end:
                     out[-1] += n
-                    end += n
-                elif n:
+                else:
                     out.append(slot)
                     out.append(n)
-                    end = slot + n
+                end = slot + n
             else:
                 pieces = self.scattered[node]
-                for i in range(0, len(pieces), 2):
-                    slot, n = pieces[i], pieces[i + 1]
-                    if n > hit:
-                        n = hit
-                    if not n:
-                        break
-                    hit -= n
-                    if slot == end:
-                        out[-1] += n
-                    else:
-                        out.append(slot)
-                        out.append(n)
-                    end = slot + n
+                if n < lengths[node]:
+                    pieces, _ = split_extents(pieces, n)
+                if pieces[0] == end:
+                    out[-1] += pieces[1]
+                    out += pieces[2:]
+                else:
+                    out += pieces
+                end = out[-2] + out[-1]
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from below the root down to `node`."""
@@ -465,12 +462,16 @@ def common_prefix(tokens: bytes, at: int, key: bytes, unit: int) -> int:
 
 def split_extents(extents: list[int], at: int) -> tuple[list[int], list[int]]:
     """Splits a flat extent list after `at` slots (more than 0, fewer than all)."""
-    for i in range(0, len(extents), 2):
-        n = extents[i + 1]
+    for i in range(1, len(extents), 2):
+        n = extents[i]
         if at < n:
-            front = extents[:i]
-            if at:
-                front += (extents[i], at)
-            return front, [extents[i] + at, n - at, *extents[i + 2 :]]
+            if not at:
+                return extents[: i - 1], extents[i - 1 :]
+            front = extents[: i + 1]
+            front[i] = at
+            back = extents[i - 1 :]
+            back[0] += at
+            back[1] -= at
+            return front, back
         at -= n
     return extents, []
