@@ -3,8 +3,8 @@
 The page is for a capacity planner: what was replayed, what came of it in sentences, the table, what another block size
 or one shared pool would have changed, plots over simulated time, and pictures of the pool's blocks.
 
-    frame (page.html)  =  style (page.css)  +  parts that stand without a script (_report/tables.py)
-                          +  data: series and pictures, packed (_report/packing.py)  +  script (page.js)
+    frame (page.html)  =  style (page.css)  +  parts that stand without a script (page/tables.py)
+                          +  data: series and pictures, packed (page/packing.py)  +  script (page.js)
 
 It loads nothing: style, script and data are inline, and its content policy forbids all else.  The same result gives the
 same page.  It works from a file, in light and dark, printed, on a phone, by keyboard; without a script, tables,
@@ -20,15 +20,15 @@ from typing import Any, Final
 
 import msgspec
 
-from kvslot.replay._report import tables
-from kvslot.replay._report.figures import POLICIES
-from kvslot.replay._report.html import Html, script_json, text
-from kvslot.replay._report.packing import STATES, pack
-from kvslot.replay._report.views import by_setup, groups_of, label
 from kvslot.replay.cases import WITHOUT_BLOCKS
 from kvslot.replay.metrics import ReplayResult
+from kvslot.replay.page import tables
+from kvslot.replay.page.figures import POLICIES
+from kvslot.replay.page.html import Html, clean, script_json, text
+from kvslot.replay.page.packing import STATES, pack
+from kvslot.replay.page.views import by_setup, groups_of, label
 
-PARTS: Final = "kvslot.replay._report"
+PARTS: Final = "kvslot.replay.page"
 
 
 def write_html(path: Path, result: ReplayResult) -> None:
@@ -97,7 +97,7 @@ def _data(shown: tables.Shown) -> dict[str, Any]:
             columns.append(
                 {
                     "policy": shown.policies[row.policy],
-                    "label": label(row, both),
+                    "label": clean(label(row, both)),
                     "dashed": both and row.sharing == "partitioned",
                     "run": len(wanted) - 1 if known else -1,
                     "waste": round(row.internal_fragmentation_pct.mean, 3),
@@ -112,8 +112,8 @@ def _data(shown: tables.Shown) -> dict[str, Any]:
                 "phases": [
                     [
                         tables.view_id(group, phase),
-                        tables.phase_words(phase),
-                        shown.result.meta.phases.get(phase, ""),
+                        clean(tables.phase_words(phase)),
+                        clean(shown.result.meta.phases.get(phase, "")),
                     ]
                     for phase in shown.phases(group)
                 ],
@@ -121,8 +121,8 @@ def _data(shown: tables.Shown) -> dict[str, Any]:
         )
     packed = pack([shown.result.runs[index] for index in wanted])
     return {
-        "setups": [[setup.trace, setup.words()] for setup in setups],
-        "policies": list(shown.policies),
+        "setups": [[clean(setup.trace), clean(setup.words())] for setup in setups],
+        "policies": [clean(policy) for policy in shown.policies],
         "without_blocks": [n for policy, n in shown.policies.items() if policy in WITHOUT_BLOCKS],
         "groups": groups,
         "states": [[key, word] for key, word, _ in STATES],

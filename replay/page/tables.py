@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from kvslot.replay._report.figures import (
+from kvslot.replay.metrics import ReplayResult, Row, Run
+from kvslot.replay.page.figures import (
     DASH,
     FIGURES,
     POLICIES,
@@ -25,11 +26,10 @@ from kvslot.replay._report.figures import (
     seconds,
     worth_showing,
 )
-from kvslot.replay._report.findings import Verdict, findings
-from kvslot.replay._report.html import Html, el, join, name
-from kvslot.replay._report.packing import STATES, state_means
-from kvslot.replay._report.views import Group, Setup, label
-from kvslot.replay.metrics import ReplayResult, Row, Run
+from kvslot.replay.page.findings import Verdict, findings
+from kvslot.replay.page.html import Html, el, join, name
+from kvslot.replay.page.packing import STATES, state_means
+from kvslot.replay.page.views import Group, Setup, label
 
 COMPARE: Final[dict[str, Callable[[Row], float]]] = {
     "hit_tokens_pct": lambda r: r.hit_tokens_pct,
@@ -43,7 +43,7 @@ COMPARE: Final[dict[str, Callable[[Row], float]]] = {
 }
 """What the tables over block sizes and pools show, as numbers."""
 
-VIEWS_MAX: Final = 160
+VIEWS_MAX: Final = 120
 """Tables in one page.  Beyond, only those of the whole run are written, and the page says so."""
 TRACES_OPEN: Final = 6
 """More traces than this are folded away, so that the findings stay in sight."""

@@ -20,9 +20,14 @@ class Html(str):
     __slots__ = ()
 
 
+def clean(value: object) -> str:
+    """`value` with the characters that no page may hold replaced by U+FFFD."""
+    return _UNFIT.sub("\ufffd", str(value))
+
+
 def text(value: object) -> Html:
-    """`value` as text between tags or in a quoted attribute; characters that no page may hold become U+FFFD."""
-    return Html(escape(_UNFIT.sub("\ufffd", str(value)), quote=True))
+    """`value` as text between tags or in a quoted attribute."""
+    return Html(escape(clean(value), quote=True))
 
 
 def el(name: str, *children: object, **attributes: str | int | bool | None) -> Html:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from kvslot.replay._report.figures import NEVER_BEST, POINTS_NOTHING, count, micro, pct
-from kvslot.replay._report.views import Group
 from kvslot.replay.metrics import Row
+from kvslot.replay.page.figures import NEVER_BEST, POINTS_NOTHING, count, micro, pct
+from kvslot.replay.page.views import Group
 
 OURS: Final = "slotted"
 MEASURED_NOTHING: Final = 0.1

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvslot.replay._report.figures import SHARINGS
 from kvslot.replay.metrics import Row
+from kvslot.replay.page.figures import SHARINGS
 
 
 class Setup(NamedTuple):
