@@ -109,12 +109,14 @@ class Admission:
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
             return self.refuse(session, need, now, ticket, Reason.FENCED, contiguous=contiguous)
         if contiguous and pool.runs.longest() < need:
-            if own_window is None or own_window.held < own_window.stop - own_window.start:
+            if own_window is None or own_window.held < need:
+                if own_window is not None and own_window.stop - own_window.start < need:
+                    self._drop_window()  # the request has grown since, its hit having shrunk
                 later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
-                self._clear(self.waiting[later.ticket], now)
-                if self.window is None or self.window.held < need:
-                    return later
                 mine = self.waiting[later.ticket]
+                self._clear(mine, now)
+                if self.window is None or self.window.ticket is not mine or self.window.held < need:
+                    return later
             self._drop_window()
         if mine is not None:
             self._remove(mine)

@@ -903,11 +903,12 @@ class Pool:
                 piece = self._split_range(sequence, piece, keep_to - piece.position)
             sequence.own.remove(piece)
             (spare if piece.holders is None and not piece.fence else dropped).append(piece)
+        known = 4 * (keep_to - sequence.tokens_from)
+        if known < len(sequence.tokens):
+            sequence.tokens = sequence.tokens[: max(known, 0)]
         if keep_to < sequence.length:
             sequence.length = keep_to
             sequence.written = min(sequence.written, keep_to)
-            known = 4 * (keep_to - sequence.tokens_from)
-            sequence.tokens = sequence.tokens[: max(known, 0)]
             sequence.tokens_from = min(sequence.tokens_from, keep_to)
         node = 0
         if keep_to < sequence.base:
