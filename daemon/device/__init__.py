@@ -90,7 +90,8 @@ class Device(Protocol):
         """Queues a batch; returns the event behind it.
 
         Requires: an open device; every piece within the pool and not empty; no target overlaps another target or a
-        source of this batch; nobody else writes the sources, or touches the targets at all, until completion.
+        source of this batch; nobody else touches the targets until completion.  Where the sources are written before
+        it, the targets hold nobody knows what: whoever lets that happen gives the copy up.
         """
 
     def event(self, stream: Stream) -> Event:

@@ -6,9 +6,9 @@ long, fails as often and lands in such an order as a seeded schedule says:
     queued ---(start)--- pieces land one by one, at drawn times ---(end)--- completion is seen, later still
                            a failing batch leaves some pieces undone and scribbles over the others' targets
 
-Streams are in order within themselves and not against each other.  Every write is checked against the copies that are
-pending: into their targets it would be overwritten, into their sources it would tear.  Whatever is done to a closed
-device is a fault.  Nothing here sleeps, and the same seed and calls give the same bytes.
+Streams are in order within themselves and not against each other.  Every write is checked against the targets of
+pending copies, which would overwrite it.  Their sources may be written: then the copy holds nobody knows what, which is
+well where it was given up.  Whatever is done to a closed device is a fault.  Nothing here sleeps, and the same seed and calls give the same bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class SimulatedDevice:
         self._planes = [bytearray(geometry.slots * geometry.slot_bytes) for _ in range(geometry.planes)]
         self._pending: list[_Batch] = []
         self._targets: set[int] = set()
-        self._sources: dict[int, int] = {}
         self._outcomes: dict[int, Completion] = {}
         self._waits: dict[int, list[int]] = {}  # an event of `event()` -> the batches before it
         self._streams: dict[int, float] = {}  # stream -> end of its last batch
@@ -120,8 +119,8 @@ class SimulatedDevice:
             raise DeviceFault("a target overlaps another target or a source of its batch")
         mine = {slot for batch in self._pending if batch.stream == stream for slot in _targets(batch)}
         for slot in target_set:
-            if slot in self._targets or slot in self._sources:
-                raise DeviceFault(f"copy into slot {slot}, which a pending copy uses")
+            if slot in self._targets:
+                raise DeviceFault(f"copy into slot {slot}, which a pending copy writes")
         for slot in sources:
             # Behind its writer in the same stream a source may be read; the stream keeps the order.
             if slot in self._targets and slot not in mine:
@@ -143,8 +142,6 @@ class SimulatedDevice:
         self._streams[stream] = end
         self._pending.append(batch)
         self._targets |= target_set
-        for slot in sources:
-            self._sources[slot] = self._sources.get(slot, 0) + 1
         return Event(batch.event)
 
     def event(self, stream: Stream) -> Event:
@@ -217,7 +214,7 @@ class SimulatedDevice:
         return len(self._pending)
 
     def write(self, plane: int, slot: int, data: bytes) -> None:
-        """Writes whole slots from `slot` on, as a kernel would; a fault where a pending copy reads or writes them."""
+        """Writes whole slots from `slot` on, as a kernel would; a fault where a pending copy writes them."""
         self._must_be_open()
         size = self._geometry.slot_bytes
         length, rest = divmod(len(data), size)
@@ -228,8 +225,6 @@ class SimulatedDevice:
             for each in range(slot, slot + length):
                 if each in self._targets:
                     raise DeviceFault(f"write into slot {each}, the target of a pending copy")
-                if each in self._sources:
-                    raise DeviceFault(f"write into slot {each}, the source of a pending copy")
         self._planes[plane][slot * size : (slot + length) * size] = data
 
     def read(self, plane: int, slot: int, length: int) -> bytes:
@@ -274,11 +269,6 @@ class SimulatedDevice:
     def _end(self, batch: _Batch) -> None:
         self._pending.remove(batch)
         self._outcomes[batch.event] = Completion.FAILED if batch.fails else Completion.DONE
-        for source, _, length in batch.pieces:
-            for slot in range(source, source + length):
-                self._sources[slot] -= 1
-                if not self._sources[slot]:
-                    del self._sources[slot]
         self._targets.difference_update(_targets(batch))
 
 

@@ -1,0 +1,866 @@
+"""A pool under observation: engines that know only what replies told them, and a judge that knows everything.
+
+Three records are kept beside the pool, each as naive as can be, and compared with it after every act:
+
+    shadow   the state of every slot, moved by the ledger's journal: each change must start from the state it names
+    twin     what is cached, as a dict from "namespace and all tokens up to here" to the slots that hold them
+    paint    the device's memory, where each written slot holds a number derived from namespace and tokens up to it
+
+An engine submits steps: each runs its copies, reads every slot of its sequences and writes the next ones.  A step
+executes at any moment between its submission and its completion, so whatever is handed out too early is overwritten
+or misread, and the paint shows it.  Copies of moves run on the simulated device, late.
+
+Slots that a step in flight, a copy or a fence still covers are counted; the pool must not let go of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from kvslot.allocator import (
+    UNLIMITED,
+    Admitted,
+    Committed,
+    Copy,
+    Grown,
+    Later,
+    Never,
+    Pool,
+    PoolConfig,
+    Session,
+    Space,
+    State,
+    audit,
+)
+from kvslot.daemon.device import Completion, Event, Geometry
+from kvslot.daemon.device.simulated import Schedule, SimulatedDevice
+
+MASK = (1 << 64) - 1
+FREE, PRIVATE, CACHED, FENCED, MOVING, RESERVED, QUARANTINED, PADDING = range(8)
+ALLOWED = {
+    (FREE, PRIVATE), (FREE, MOVING), (FREE, RESERVED),
+    (PRIVATE, CACHED), (PRIVATE, FENCED), (PRIVATE, FREE), (PRIVATE, RESERVED), (PRIVATE, QUARANTINED),
+    (CACHED, FREE), (CACHED, RESERVED),
+    (FENCED, FREE), (FENCED, RESERVED), (FENCED, QUARANTINED),
+    (MOVING, CACHED), (MOVING, FREE), (MOVING, RESERVED),
+    (RESERVED, FREE),
+    (QUARANTINED, PRIVATE), (QUARANTINED, FENCED),
+}  # fmt: skip
+"""Every change of state there is.  Nothing goes back from cached, nothing is handed out but from free."""
+
+
+class Fault(AssertionError):
+    """The judge found something wrong."""
+
+
+def require(condition: bool, *what: object) -> None:
+    if not condition:
+        raise Fault(" ".join(map(str, what)))
+
+
+def chain(root: int, tokens: list[int]) -> list[int]:
+    """For each position a number that stands for the namespace and all tokens up to and including it."""
+    value = (root * 0x9E3779B97F4A7C15 + 1) & MASK
+    out = []
+    for token in tokens:
+        value = (value ^ (token + 0x5851F42D4C957F2D)) * 0xD6E8FEB86659FD93 & MASK
+        value ^= value >> 32
+        out.append(value)
+    return out
+
+
+def pack(tokens: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+
+
+def expand(extents: list[int]) -> list[int]:
+    """Flat extents, slot by slot."""
+    return [
+        slot for i in range(0, len(extents), 2) for slot in range(extents[i], extents[i] + extents[i + 1])
+    ]
+
+
+@dataclass(eq=False)
+class Seq:
+    """A sequence as its engine knows it: tokens, and the table built from replies alone."""
+
+    engine: Engine
+    handle: int
+    root: int
+    tokens: list[int]
+    values: list[int]
+    table: list[int]
+    told: int  # tokens the pool was told of
+    ready: int  # positions whose slots hold their values (where no queued write says otherwise)
+    cursor: int  # positions that submitted steps have written or will
+    written: int  # positions that completed steps have written
+    born: int = 0
+    reported: int = 0  # what the pool was told is written
+    base: int = 0  # published as far as commits and hits said
+    kept_from: int = 0
+    last_step: int = 0
+    ticket: int = 0
+    goal: int = 0  # length at which the driver lets it finish
+    preempt: float | None = None
+    ended: bool = False
+
+    @property
+    def capacity(self) -> int:
+        return len(self.table)
+
+    def token(self, rng: random.Random, vocabulary: int) -> None:
+        """One more token, as if sampled."""
+        self.tokens.append(rng.randrange(vocabulary))
+        self.values.append(chain_next(self.values[-1], self.tokens[-1]))
+
+
+def chain_next(value: int, token: int) -> int:
+    value = (value ^ (token + 0x5851F42D4C957F2D)) * 0xD6E8FEB86659FD93 & MASK
+    return value ^ (value >> 32)
+
+
+@dataclass(eq=False)
+class Step:
+    number: int
+    copies: list[Copy]
+    reads: list[tuple[int, int]]
+    writes: list[tuple[int, int]]
+    advances: list[list[object]]  # [Seq, positions written once this has completed]
+    uses: list[int]
+    executed: bool = False
+
+
+@dataclass(eq=False)
+class Guard:
+    """Slots given back behind a fence."""
+
+    step: int
+    slots: list[int]
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine: a session per process, steps in flight."""
+
+    sessions: list[Session]
+    page: int
+    submitted: int = 0
+    completed: list[int] = field(default_factory=list)
+    flight: deque[Step] = field(default_factory=deque)
+    queued: list[tuple[Seq, Copy]] = field(default_factory=list)  # copies no step has taken yet
+    seqs: dict[int, Seq] = field(default_factory=dict)
+    pins: dict[int, list[int]] = field(default_factory=dict)
+    guards: list[Guard] = field(default_factory=list)
+    life: str = "live"
+    stuck: bool = False  # its steps do not complete
+
+    @property
+    def session(self) -> Session:
+        return self.sessions[0]
+
+    @property
+    def passed(self) -> int:
+        return min(self.completed)
+
+
+class World:
+    """One pool, its device, its engines and the judge."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        seed: int = 0,
+        schedule: Schedule | None = None,
+        pool: Pool | None = None,
+        vocabulary: int = 3,
+        checks: bool = True,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.pool = pool or Pool(config)
+        self.config = config
+        self.unit = self.pool.unit
+        self.vocabulary = vocabulary
+        self.checks = checks
+        self.now = 0.0
+        slots = self.pool.slots
+        self.device = SimulatedDevice(
+            Geometry(planes=1, slots=slots, slot_bytes=8), seed=seed, schedule=schedule or Schedule()
+        )
+        self.mover = self.device.stream(low_priority=True)
+        self.memory = self.device.plane(0).cast("Q")
+        self.shadow = bytearray([PADDING] * self.pool.padding + [FREE] * (slots - self.pool.padding))
+        self.pool.ledger.journal = self._journal
+        self.engines: list[Engine] = []
+        self.cached: dict[int, tuple[int, ...]] = {}  # value at a unit's end -> its slots
+        self.parent: dict[int, int] = {}  # the same -> value at the end of the unit before, 0 at the front
+        self.value_of: dict[int, int] = {}  # cached slot -> its paint
+        self.end_of: dict[int, int] = {}  # cached slot -> value at its unit's end
+        self.in_use: Counter[int] = Counter()  # slots of steps in flight, queued copies and fences
+        self.pending: Counter[int] = Counter()  # slots that a queued or submitted write will fill
+        self.in_tables: Counter[int] = Counter()
+        self.pinned: Counter[int] = Counter()  # unit values under pins
+        self.moves: dict[int, Event] = {}
+        self.move_slots: dict[int, tuple[list[int], list[int]]] = {}
+        self.moving_now: set[int] = set()  # sources that a move being published gives up
+        self.duplicates: set[int] = set()
+        self.peeled: set[int] = set()
+        self.handles = 0
+        self.events: list[tuple[int, int, int]] = []
+        self.evicted = 0
+        self.tally: Counter[str] = Counter()
+
+    # -- the judge ---------------------------------------------------------------------------------------------
+
+    def _journal(self, slot: int, length: int, source: int, target: int) -> None:
+        require((source, target) in ALLOWED, "a slot goes from", State(source).name, "to", State(target).name)
+        shadow = self.shadow
+        require(length > 0, "a change of", length, "slots")
+        for each in range(slot, slot + length):
+            if shadow[each] != source:
+                raise Fault(f"slot {each} is {State(shadow[each]).name}, said to be {State(source).name}")
+            shadow[each] = target
+            if target in (FREE, RESERVED):
+                if self.in_use[each]:
+                    raise Fault(f"slot {each} became {State(target).name} while a step or fence covers it")
+                if self.in_tables[each] and each not in self.moving_now:
+                    raise Fault(f"slot {each} became {State(target).name} while a table holds it")
+            if source in (PRIVATE, QUARANTINED) and target != QUARANTINED and target != PRIVATE:
+                self.duplicates.discard(each)
+                self.peeled.discard(each)
+            if source == CACHED:
+                self._uncache(each)
+            if target == CACHED:
+                self.events.append((each, source, target))
+
+    def _uncache(self, slot: int) -> None:
+        """One slot of a unit leaves the tree; the unit leaves the twin with its first slot."""
+        value = self.end_of.pop(slot, None)
+        require(value is not None, "slot", slot, "was cached, but the twin does not know it")
+        assert value is not None
+        self.value_of.pop(slot)
+        if slot in self.moving_now:
+            return
+        self.evicted += 1
+        if value in self.cached:
+            require(not self.pinned[value], "slot", slot, "was evicted though pinned")
+            for each in self.cached[value]:
+                require(not self.in_use[each], "slot", each, "was evicted while a step or fence covers it")
+                require(not self.in_tables[each], "slot", each, "was evicted while a table holds it")
+            del self.cached[value]
+            del self.parent[value]
+
+    def _published(self, values: list[int], first: int, last: int, table: list[int]) -> None:
+        """Positions [first, last) were published from `table`; the journal must have said the same."""
+        unit = self.unit
+        said = sorted(slot for slot, source, _ in self.events if source == PRIVATE)
+        require(said == sorted(table[first:last]), "published", said, "instead of", sorted(table[first:last]))
+        self.events.clear()
+        for start in range(first, last, unit):
+            end = values[start + unit - 1]
+            require(end not in self.cached, "a cached token was published again")
+            before = values[start - 1] if start else 0
+            require(not before or before in self.cached, "published behind what is not cached")
+            slots = tuple(table[start : start + unit])
+            self.cached[end] = slots
+            self.parent[end] = before
+            for i, slot in enumerate(slots):
+                self.value_of[slot] = values[start + i]
+                self.end_of[slot] = end
+
+    def lcp(self, values: list[int]) -> int:
+        """Tokens of the longest cached prefix, in whole units."""
+        n = 0
+        while n + self.unit <= len(values) and values[n + self.unit - 1] in self.cached:
+            n += self.unit
+        return n
+
+    def expected_hit(self, values: list[int], page: int) -> int:
+        """What an allocation of this prompt must find."""
+        n = len(values)
+        hit = self.lcp(values)
+        if hit >= n:
+            hit = (n - 1) // self.unit * self.unit
+        if page > 1:
+            before = -1
+            for position, slot in enumerate(self.cached_slots(values, hit)):
+                if (slot % page != 0) if position % page == 0 else (slot != before + 1):
+                    hit = position
+                    break
+                before = slot
+            hit -= hit % self.unit
+        return hit
+
+    def cached_slots(self, values: list[int], length: int) -> list[int]:
+        """The tree's slots of the first `length` tokens."""
+        out: list[int] = []
+        for end in range(self.unit, length + self.unit, self.unit):
+            if len(out) < length:
+                out += self.cached[values[end - 1]]
+        return out[:length]
+
+    def check(self) -> None:
+        """Compares everything."""
+        if not self.checks:
+            return
+        pool = self.pool
+        wrong = audit(pool)
+        if wrong:
+            raise Fault("audit: " + "; ".join(wrong[:6]))
+        require(not self.events, "slots became cached unasked:", self.events)
+        counts = Counter(self.shadow)
+        for state in State:
+            require(counts[state] == pool.ledger.counts[state], "the ledger's sum of", state.name, "is off")
+        memory = self.memory
+        value_of = self.value_of
+        require(counts[CACHED] == len(value_of), counts[CACHED], "slots cached, the twin has", len(value_of))
+        for slot, value in value_of.items():
+            if memory[slot] != value:
+                raise Fault(f"cached slot {slot} does not read as its tokens")
+        for value, before in self.parent.items():
+            require(not before or before in self.cached, "a token was evicted before those behind it")
+            require(self.shadow[self.cached[value][0]] == CACHED, "the twin's slot is not cached")
+        require(pool.duplicates == len(self.duplicates), "duplicates:", pool.duplicates, self.duplicates)
+        require(pool.peeled == len(self.peeled), "peeled:", pool.peeled, self.peeled)
+        for engine in self.engines:
+            if engine.life in ("live", "lost"):
+                for seq in engine.seqs.values():
+                    self.check_seq(seq)
+
+    def check_seq(self, seq: Seq) -> None:
+        """A sequence's table is what its engine believes, and reads as its own tokens."""
+        pool, table = self.pool, seq.table
+        sequence = pool.sequences.get(seq.handle)
+        require(sequence is not None, "sequence", seq.handle, "vanished")
+        assert sequence is not None
+        require(sequence.capacity == len(table), "capacity", sequence.capacity, "table", len(table))
+        kept = seq.kept_from
+        listed = expand(pool.table_of(sequence))
+        listed = listed[len(listed) - (len(table) - kept) :]
+        if listed != table[kept:]:
+            raise Fault(f"sequence {seq.handle}: the pool lists {listed}, the engine has {table[kept:]}")
+        memory, pending, values, shadow = self.memory, self.pending, seq.values, self.shadow
+        for position in range(kept, min(seq.ready, len(table))):
+            slot = table[position]
+            if memory[slot] != values[position] and not pending[slot]:
+                raise Fault(f"sequence {seq.handle} misreads position {position} in slot {slot}")
+        for slot in table[kept:]:
+            if shadow[slot] not in (PRIVATE, CACHED, QUARANTINED):
+                raise Fault(f"sequence {seq.handle} has slot {slot}, which is {State(shadow[slot]).name}")
+
+    def _handle(self, handle: int) -> None:
+        require(handle > self.handles, "handle", handle, "was given out before")
+        self.handles = handle
+
+    # -- engines -----------------------------------------------------------------------------------------------
+
+    def root(self, tenant: str = "a") -> int:
+        return self.pool.open_space(Space(tenant))
+
+    def engine(
+        self,
+        *,
+        page: int = 1,
+        quota: int = UNLIMITED,
+        append: str = "",
+        peel_max: int = -1,
+        workers: int = 0,
+    ) -> Engine:
+        pool = self.pool
+        first = pool.open_session(page=page, quota=quota, append=append, peel_max=peel_max)
+        sessions = [first, *(pool.open_session(page=page, group=first) for _ in range(workers))]
+        engine = Engine(sessions, first.page, completed=[0] * len(sessions))
+        self.engines.append(engine)
+        return engine
+
+    def allocate(
+        self,
+        engine: Engine,
+        root: int,
+        tokens: list[int],
+        *,
+        ticket: int = 0,
+        priority: int = 0,
+        contiguous: bool = False,
+    ) -> Seq | Later | Never:
+        pool = self.pool
+        values = chain(root, tokens)
+        n, page = len(tokens), engine.page
+        expected = self.expected_hit(values, page)
+        pages = -(-n // page) * page
+        limit = min(engine.session.quota, pool.usable) // page * page
+        free, evicted = pool.runs.total, self.evicted
+        window = pool.admission.window
+        answer = pool.allocate(
+            engine.session, root, pack(tokens), now=self.now, ticket=ticket, priority=priority, contiguous=contiguous
+        )
+        require(isinstance(answer, Never) == (pages > limit), "NEVER for", pages, "under", limit, answer)
+        if isinstance(answer, Never):
+            require(answer.limit == limit, "the limit named is", answer.limit)
+            self.tally["never"] += 1
+            return answer
+        if isinstance(answer, Later):
+            require(contiguous or evicted == self.evicted, "evicted for a request that was refused")
+            self._figures(answer)
+            self.tally[f"later {answer.reason}"] += 1
+            return answer
+        assert isinstance(answer, Admitted)
+        self._handle(answer.sequence)
+        require(answer.hit == expected, "hit", answer.hit, "where the twin has", expected)
+        table = expand(answer.extents)
+        require(len(table) == answer.capacity >= n, "capacity", answer.capacity, "extents", len(table))
+        copied = sum(copy.length for copy in answer.copies)
+        own = answer.capacity - answer.hit + copied
+        if page == 1 and window is None and not contiguous and self.evicted - evicted > max(0, own - free):
+            self.tally["evicted more than missing"] += self.evicted - evicted - max(0, own - free)
+        if contiguous and page == 1:
+            require(table[answer.hit :] == list(range(table[answer.hit], table[answer.hit] + own)), "not one run")
+        front = self.cached_slots(values, answer.hit)[: answer.hit - copied]
+        require(table[: answer.hit - copied] == front, "the hit's slots are not the tree's")
+        seq = Seq(
+            engine=engine, handle=answer.sequence, root=root, tokens=list(tokens), values=values, table=table,
+            told=n, ready=answer.hit, cursor=answer.hit, written=0, base=answer.hit,
+        )  # fmt: skip
+        for slot in table:
+            self.in_tables[slot] += 1
+        engine.seqs[seq.handle] = seq
+        self._queue(seq, answer.copies)
+        self.tally["admitted"] += 1
+        self.tally["hit"] += answer.hit > 0
+        return seq
+
+    def _figures(self, later: Later) -> None:
+        require(min(later.needed, later.free_now, later.coming_free, later.evictable) >= 0, "negative figures", later)
+        require(later.ticket > 0 and later.retry_after_ms > 0, "no ticket or no time", later)
+
+    def _queue(self, seq: Seq, copies: list[Copy]) -> None:
+        for copy in copies:
+            seq.engine.queued.append((seq, copy))
+            for i in range(copy.length):
+                self.in_use[copy.source + i] += 1
+                self.in_use[copy.target + i] += 1
+                self.pending[copy.target + i] += 1
+                self.peeled.add(copy.target + i)
+
+    def extend(self, seq: Seq, tokens: int = 0, *, ticket: int = 0) -> Grown | Later | Never:
+        pool, engine = self.pool, seq.engine
+        before = seq.capacity
+        evicted = self.evicted
+        answer = pool.extend(engine.session, seq.handle, tokens=tokens, now=self.now, ticket=ticket)
+        if isinstance(answer, Later):
+            require(evicted == self.evicted, "evicted for growth that was refused")
+            self._figures(answer)
+            seq.ticket = answer.ticket
+            self.tally[f"grow later {answer.reason}"] += 1
+            return answer
+        if isinstance(answer, Never):
+            self.tally["grow never"] += 1
+            return answer
+        seq.ticket = 0
+        require(answer.position <= before and answer.capacity > before, "grown from", before, "to", answer)
+        require(not tokens or answer.capacity >= before + tokens, "grown by less than asked", answer)
+        slots = expand(answer.extents)
+        require(len(slots) == answer.capacity - answer.position, "extents and capacity differ", answer)
+        self._retable(seq, seq.table[: answer.position] + slots)
+        copied = sum(copy.length for copy in answer.copies)
+        require(copied == before - answer.position, "copies", answer.copies, "for", before, answer.position)
+        # What was copied is written only once the copy has run; until then it must not be published.
+        seq.written = min(seq.written, answer.position)
+        self._queue(seq, answer.copies)
+        self.tally["grown"] += 1
+        self.tally["grown peeled"] += copied > 0
+        return answer
+
+    def _retable(self, seq: Seq, table: list[int]) -> None:
+        for slot in seq.table[seq.kept_from :]:
+            self.in_tables[slot] -= 1
+        seq.table = table
+        for slot in table[seq.kept_from :]:
+            self.in_tables[slot] += 1
+
+    def submit(self, engine: Engine, work: list[tuple[Seq, int]]) -> Step:
+        """A step: queued copies, then each sequence reads all it has and writes the next `n` tokens (those it has room for)."""
+        engine.submitted += 1
+        step = Step(engine.submitted, [copy for _, copy in engine.queued], [], [], [], [])
+        for seq, _ in engine.queued:
+            seq.last_step = step.number
+            step.advances.append([seq, seq.cursor])
+        engine.queued = []
+        for copy in step.copies:
+            step.uses += range(copy.source, copy.source + copy.length)
+            step.uses += range(copy.target, copy.target + copy.length)
+        for seq, n in work:
+            require(seq.kept_from <= seq.cursor, "cursor before the window")
+            first, last = seq.cursor, min(seq.cursor + n, seq.capacity)
+            while len(seq.tokens) < last:
+                seq.token(self.rng, self.vocabulary)
+            table, values = seq.table, seq.values
+            step.reads += [(table[i], values[i]) for i in range(seq.kept_from, first)]
+            for i in range(first, last):
+                step.writes.append((table[i], values[i]))
+                self.pending[table[i]] += 1
+            seq.cursor = last
+            seq.last_step = step.number
+            step.advances.append([seq, last])
+            uses = table[seq.kept_from : last]
+            step.uses += uses
+            for slot in uses:
+                self.in_use[slot] += 1
+        engine.flight.append(step)
+        for index, session in enumerate(engine.sessions):
+            # A worker's page may be read late; a lost session's is not.
+            if engine.life == "live" and (index == 0 or self.rng.random() < 0.5):
+                self.pool.progress(session, engine.submitted, engine.completed[index])
+        return step
+
+    def execute(self, engine: Engine) -> bool:
+        """The oldest step that has not run, runs."""
+        step = next((step for step in engine.flight if not step.executed), None)
+        if step is None:
+            return False
+        step.executed = True
+        device, pending, memory = self.device, self.pending, self.memory
+        for copy in step.copies:
+            device.write(0, copy.target, device.read(0, copy.source, copy.length))
+            for slot in range(copy.target, copy.target + copy.length):
+                pending[slot] -= 1
+        for slot, value in step.reads:
+            if memory[slot] != value:
+                raise Fault(f"step {step.number} misreads slot {slot}")
+        for slot, value in step.writes:
+            device.write(0, slot, value.to_bytes(8, "little"))
+            pending[slot] -= 1
+        for seq, upto in step.advances:
+            assert isinstance(seq, Seq)
+            assert isinstance(upto, int)
+            if not seq.ended:
+                seq.ready = max(seq.ready, upto)
+        return True
+
+    def complete(self, engine: Engine, member: int = 0) -> bool:
+        """One process of the engine completes its oldest step; with the last of them the step is over."""
+        number = engine.completed[member] + 1
+        if number > engine.submitted:
+            return False
+        others = [done for index, done in enumerate(engine.completed) if index != member]
+        last = all(done >= number for done in others)
+        if last:
+            while not engine.flight[0].executed:
+                self.execute(engine)
+        engine.completed[member] = number
+        if last:
+            self._retire(engine)
+        if engine.life == "live":
+            self.pool.progress(engine.sessions[member], engine.submitted, number)
+        return True
+
+    def _retire(self, engine: Engine) -> None:
+        passed = engine.passed
+        while engine.flight and engine.flight[0].number <= passed:
+            step = engine.flight.popleft()
+            for slot in step.uses:
+                self.in_use[slot] -= 1
+            for seq, upto in step.advances:
+                assert isinstance(seq, Seq)
+                assert isinstance(upto, int)
+                if not seq.ended:
+                    seq.written = max(seq.written, upto)
+        for guard in [guard for guard in engine.guards if guard.step <= passed]:
+            self._unguard(engine, guard)
+
+    def _unguard(self, engine: Engine, guard: Guard) -> None:
+        engine.guards.remove(guard)
+        for slot in guard.slots:
+            self.in_use[slot] -= 1
+
+    def settle(self, engine: Engine) -> None:
+        """All its steps complete."""
+        if engine.queued:
+            self.submit(engine, [])
+        while engine.passed < engine.submitted:
+            for member in range(len(engine.sessions)):
+                self.complete(engine, member)
+
+    def report(self, seq: Seq, length: int = -1) -> None:
+        """Tells the pool what is written, without publishing it."""
+        length = seq.written if length < 0 else length
+        self.pool.wrote(seq.engine.session, seq.handle, length)
+        seq.reported = max(seq.reported, length)
+
+    def commit(self, seq: Seq, length: int, *, told: int = 0, priority: int | None = None, expiry: float = 0.0) -> Committed:
+        """Publishes the first `length` tokens, which completed steps have written; tells tokens up to `told`."""
+        pool, unit = self.pool, self.unit
+        require(length <= max(seq.written, seq.base), "the engine commits what is not written")
+        upto = max(length, told, seq.told)
+        values, table = seq.values, seq.table
+        whole = length - length % unit
+        before = self.lcp(values[:whole])
+        target = before
+        # What it owns of the rest, from where the tree ends.
+        while target < whole:
+            part = range(target, target + unit)
+            if any(i < seq.kept_from or self.shadow[table[i]] != PRIVATE for i in part):
+                break
+            target += unit
+        # A fork of ours may have published for us.
+        seq.base = base = pool.sequences[seq.handle].base
+        floor = base - base % unit
+        marked = 0
+        if whole > seq.base:
+            for i in range(max(floor, seq.kept_from), before):
+                slot = table[i]
+                if self.shadow[slot] == PRIVATE and slot not in self.duplicates | self.peeled:
+                    self.duplicates.add(slot)
+                    marked += 1
+        answer = pool.commit(
+            seq.engine.session, seq.handle, length, pack(seq.tokens[seq.told : upto]), priority=priority, expiry=expiry
+        )
+        seq.told = upto
+        seq.reported = max(seq.reported, length)
+        if whole <= seq.base:
+            require(answer.published == 0 and answer.length == seq.base, "published what was published", answer)
+            self._published(values, 0, 0, table)
+            return answer
+        require(answer.length == max(target, seq.base), "committed to", answer.length, "where the twin says", target)
+        require(answer.published == max(0, target - before), "published", answer, "expected", target - before)
+        require(answer.duplicates == marked, "duplicates", answer, "expected", marked)
+        self._published(values, before, max(target, before), table)
+        seq.base = answer.length
+        self.tally["committed"] += 1
+        self.tally["duplicated"] += marked > 0
+        return answer
+
+    def fork(self, seq: Seq, length: int) -> Seq:
+        """A child of what the pool knows to be written."""
+        engine = seq.engine
+        if engine.queued:
+            self.submit(engine, [])
+        answer = self.pool.fork(engine.session, seq.handle, length=length)
+        self._handle(answer.sequence)
+        require(answer.length == length, "forked at", answer.length, "instead of", length)
+        child = Seq(
+            engine=engine, handle=answer.sequence, root=seq.root, tokens=seq.tokens[:length],
+            values=seq.values[:length], table=seq.table[:length], told=min(seq.told, length),
+            ready=min(seq.ready, length), cursor=length, written=length, reported=length,
+            base=min(seq.base, length),
+        )  # fmt: skip
+        for slot in child.table:
+            self.in_tables[slot] += 1
+        engine.seqs[child.handle] = child
+        self.tally["forked"] += 1
+        return child
+
+    def _fence(self, seq: Seq, extra: bool) -> int:
+        """The step behind which the engine gives slots back: the last that touched them, or one after it."""
+        engine = seq.engine
+        fence = seq.last_step if seq.last_step > engine.passed else 0
+        return engine.submitted if extra else fence
+
+    def trim(self, seq: Seq, *, keep_from: int = 0, keep_to: int = -1, extra: bool = False) -> int:
+        engine, pool = seq.engine, self.pool
+        if engine.queued:
+            self.submit(engine, [])
+        fence = self._fence(seq, extra)
+        old = seq.table[seq.kept_from :]
+        room = 2 * max(pool.quantum, engine.page)
+        after = seq.kept_from if keep_from < seq.kept_from else keep_from
+        guard = Guard(fence, old)
+        self._guard(engine, guard)
+        for slot in old:
+            self.in_tables[slot] -= 1
+        capacity = pool.trim(engine.session, seq.handle, keep_from=keep_from, keep_to=keep_to, fence=fence, now=self.now)
+        if keep_to < 0:
+            keep_to = seq.capacity
+        require(keep_to <= capacity <= min(seq.capacity, keep_to + room), "trimmed to", capacity, "keep", keep_to)
+        sequence = pool.sequences[seq.handle]
+        listed = expand(pool.table_of(sequence))
+        front = listed[len(listed) - (capacity - after) :]
+        require(front[: keep_to - after] == seq.table[after:keep_to], "a trim changed what it kept")
+        seq.kept_from = after
+        seq.table = [-1] * after + front
+        for slot in front:
+            self.in_tables[slot] += 1
+        for slot in front[keep_to - after :]:
+            self.duplicates.discard(slot)
+            self.peeled.discard(slot)
+        # What stays in its table is not behind the fence: it will be written again, in the order of its stream.
+        kept = set(front)
+        for slot in [slot for slot in guard.slots if slot in kept]:
+            guard.slots.remove(slot)
+            self.in_use[slot] -= 1
+        if guard.step <= engine.passed:
+            self._unguard(engine, guard)
+        for name in ("told", "ready", "cursor", "written", "reported", "base"):
+            setattr(seq, name, min(getattr(seq, name), keep_to))
+        del seq.tokens[keep_to:]
+        del seq.values[keep_to:]
+        for step in engine.flight:
+            for advance in step.advances:
+                if advance[0] is seq:
+                    assert isinstance(advance[1], int)
+                    advance[1] = min(advance[1], keep_to)
+        self.tally["trimmed"] += 1
+        return capacity
+
+    def _guard(self, engine: Engine, guard: Guard) -> None:
+        engine.guards.append(guard)
+        if guard.step > engine.passed:
+            for slot in guard.slots:
+                self.in_use[slot] += 1
+        else:
+            guard.slots = []
+
+    def free(self, seq: Seq, *, extra: bool = False) -> None:
+        engine = seq.engine
+        if engine.queued:
+            self.submit(engine, [])
+        fence = self._fence(seq, extra)
+        self._drop(seq)
+        self._guard(engine, Guard(fence, seq.table[seq.kept_from :]))
+        self.pool.free(engine.session, seq.handle, fence=fence, now=self.now)
+        if fence <= engine.passed:
+            engine.guards.pop()
+        self.tally["freed"] += 1
+        self.tally["freed fenced"] += fence > engine.passed
+
+    def _drop(self, seq: Seq) -> None:
+        seq.ended = True
+        del seq.engine.seqs[seq.handle]
+        for slot in seq.table[seq.kept_from :]:
+            self.in_tables[slot] -= 1
+
+    # -- pins, moves, deaths -----------------------------------------------------------------------------------
+
+    def pin(self, engine: Engine, root: int, tokens: list[int]) -> int:
+        values = chain(root, tokens)
+        expected = self.lcp(values)
+        handle, kept = self.pool.pin(engine.session, root, pack(tokens))
+        require(kept == expected, "pinned", kept, "where", expected, "are cached")
+        if handle:
+            self._handle(handle)
+            engine.pins[handle] = values[self.unit - 1 : kept : self.unit]
+            self.pinned.update(engine.pins[handle])
+        self.tally["pinned"] += handle > 0
+        return handle
+
+    def unpin(self, engine: Engine, handle: int) -> None:
+        self.pinned.subtract(engine.pins.pop(handle))
+        self.pool.unpin(engine.session, handle)
+
+    def movable(self) -> list[int]:
+        """Nodes that a compactor might move now."""
+        tree = self.pool.tree
+        return [n for n in tree.live() if tree.length[n] and not tree.holds[n] and tree.length[n] <= self.pool.runs.total]
+
+    def move(self, node: int) -> int:
+        """Begins a move and queues its copy."""
+        move = self.pool.moves.begin(node)
+        self._handle(move.handle)
+        source, target = expand(move.source), expand(move.target)
+        require(len(source) == len(target), "a move of", len(source), "slots to", len(target))
+        pieces = [(s, t, 1) for s, t in zip(source, target, strict=True)]
+        self.moves[move.handle] = self.device.copy(self.mover, pieces)
+        self.move_slots[move.handle] = (source, target)
+        self.tally["moves"] += 1
+        return move.handle
+
+    def poll(self) -> None:
+        """Moves whose copies have ended are finished."""
+        for handle, event in list(self.moves.items()):
+            completion = self.device.completion(event)
+            if completion != Completion.PENDING:
+                self.finish(handle, completion == Completion.DONE)
+
+    def finish(self, handle: int, copied: bool) -> bool:
+        source, target = self.move_slots.pop(handle)
+        del self.moves[handle]
+        before = [(self.end_of.get(slot), self.value_of.get(slot)) for slot in source]
+        leased = [slot for slot in source if self.in_use[slot] or self.in_tables[slot]]
+        self.moving_now = set(source)
+        try:
+            published = self.pool.moves.finish(handle, copied)
+        finally:
+            self.moving_now = set()
+        if not published:
+            require(not self.events, "an abandoned move published")
+            self.tally["moves abandoned"] += 1
+            return False
+        require(copied, "published a copy that failed")
+        require(not leased, "moved from under a reader:", leased)
+        require(sorted(target) == sorted(slot for slot, _, _ in self.events), "published other slots than it copied")
+        self.events.clear()
+        at = dict(zip(source, target, strict=True))
+        for (end, value), slot in zip(before, target, strict=True):
+            require(end is not None and value is not None, "moved what is not cached")
+            assert end is not None
+            assert value is not None
+            self.end_of[slot] = end
+            self.value_of[slot] = value
+        for end in {end for end, _ in before if end is not None}:
+            self.cached[end] = tuple(at.get(slot, slot) for slot in self.cached[end])
+        self.tally["moves published"] += 1
+        return True
+
+    def lose(self, engine: Engine) -> None:
+        """The connections break; the processes may live on."""
+        engine.life = "lost"
+        for session in engine.sessions:
+            self.pool.lose(session)
+        for seq in engine.seqs.values():
+            seq.ticket = 0
+            seq.preempt = None
+        self.tally["lost"] += 1
+
+    def resume(self, engine: Engine) -> None:
+        engine.life = "live"
+        for index, session in enumerate(engine.sessions):
+            self.pool.resume(session)
+            self.pool.progress(session, engine.submitted, engine.completed[index])
+        self.tally["resumed"] += 1
+
+    def gone(self, engine: Engine) -> None:
+        """Its processes are dead, and with them all they had in flight."""
+        self._forget(engine)
+        for session in engine.sessions:
+            self.pool.gone(session)
+        self.tally["gone"] += 1
+
+    def bye(self, engine: Engine) -> None:
+        self.settle(engine)
+        self._forget(engine)
+        for session in engine.sessions:
+            self.pool.bye(session)
+        self.tally["bye"] += 1
+
+    def _forget(self, engine: Engine) -> None:
+        engine.life = "gone"
+        for seq in list(engine.seqs.values()):
+            self._drop(seq)
+        for _, copy in engine.queued:
+            for i in range(copy.length):
+                self.in_use[copy.source + i] -= 1
+                self.in_use[copy.target + i] -= 1
+                self.pending[copy.target + i] -= 1
+        engine.queued = []
+        for step in engine.flight:
+            for slot in step.uses:
+                self.in_use[slot] -= 1
+            if not step.executed:
+                for slot, _ in step.writes:
+                    self.pending[slot] -= 1
+                for copy in step.copies:
+                    for slot in range(copy.target, copy.target + copy.length):
+                        self.pending[slot] -= 1
+        engine.flight.clear()
+        for guard in list(engine.guards):
+            self._unguard(engine, guard)
+        for handle in list(engine.pins):
+            self.pinned.subtract(engine.pins.pop(handle))
+        self.engines.remove(engine)
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, for the device too."""
+        self.now += seconds
+        self.device.advance(seconds)
