@@ -6,7 +6,9 @@ PY   := $(BIN)/python
 PIN  := --constraint constraints.txt
 # -qq: pip says nothing unless it fails.
 PIP  := $(PY) -m pip --disable-pip-version-check -qq
-SEEDS ?= 20000
+MINUTES ?= 10
+# Other seeds each time; a failure prints its own, and how to replay it.
+START ?= $(shell date +%s)
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -34,8 +36,8 @@ format: venv  ## lay out the code and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-fuzz: venv  ## the simulation with more seeds (SEEDS=20000)
-	@KVSLOT_SEEDS=$(SEEDS) $(PY) -Im pytest tests/simulation $(ARGS)
+fuzz: venv  ## the simulation on fresh seeds (MINUTES=10, START=first seed)
+	$(PY) -I tests/simulation --minutes $(MINUTES) --start $(START) $(ARGS)
 
 bench: venv  ## measured budgets of the core
 	@$(BIN)/kvslotctl bench core $(ARGS)
