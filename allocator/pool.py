@@ -47,7 +47,8 @@ MAX_SLOTS = 2**31 - 1  # slots are int32 for the kernels
 MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
-HOLE_LEAST = 4  # slots; a shorter hole costs an extent and saves next to nothing
+HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
+HOLES_EACH = 2  # most holes that one new piece begins in: each costs an extent
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -375,12 +376,8 @@ class Pool:
                     runs.take_within(end, end, beside)
                     own = [end, beside]
                     left -= beside
-        if left > 0 and (runs.total - runs.cells_free * cell) * HOLES_FROM > self.usable - runs.total:
-            size = runs.hole_length(left)
-            if size >= HOLE_LEAST:
-                slot = runs.take_hole(left, FRESH, root)
-                own += (slot, size)
-                left -= size
+        if left > 0:
+            left -= self._fill_holes(left, HOLES_EACH, root, own)
         if left > 0:
             cells = self._cells(-(-left // cell), FRESH, root, now) if run or left % cell == 0 else []
             if cells:
@@ -475,7 +472,9 @@ class Pool:
             out = [last, want]
         else:
             out = []
-            if not peel and not want % cell:
+            if not tokens and not peel and self._fill_holes(want, 1, sequence.root, out):
+                want = out[1]
+            elif not peel and not want % cell:
                 out = self._cells(want // cell, EPHEMERAL, sequence.root, now)
             if not out:
                 if need > runs.total:
@@ -1241,6 +1240,22 @@ class Pool:
             self._release(extents, length, CACHED)
             self.evicted_tokens += length
             tokens -= length
+
+    def _fill_holes(self, most: int, holes: int, root: int, own: list[int]) -> int:
+        """Where holes have become many, takes up to `holes` of them, the longest that `most` slots fill, onto `own`.
+
+        Returns how many slots they have.
+        """
+        runs = self.runs
+        filled = 0
+        while holes and (runs.total - runs.cells_free * self.cell) * HOLES_FROM > self.usable - runs.total:
+            size = runs.hole_length(most - filled)
+            if size < HOLE_LEAST:
+                break
+            own += (runs.take_hole(most - filled, FRESH, root), size)
+            filled += size
+            holes -= 1
+        return filled
 
     def _cells(self, cells: int, kind: int, group: int, now: float) -> list[int]:
         """Takes `cells` whole cells, evicting what is missing, as flat extents; [] and nothing taken when they are not to be had.
