@@ -6,6 +6,7 @@ from kvslot.allocator.moves import Move
 from kvslot.allocator.pool import Pool
 from kvslot.allocator.results import (
     UNLIMITED,
+    Abandoned,
     Admitted,
     Committed,
     Copy,
@@ -17,6 +18,7 @@ from kvslot.allocator.results import (
     PoolStatistics,
     Preempt,
     Pressure,
+    Published,
     Push,
     Ready,
     Reason,
@@ -28,6 +30,7 @@ from kvslot.allocator.slots import Journal, State
 
 __all__ = [
     "UNLIMITED",
+    "Abandoned",
     "Admitted",
     "BadRequest",
     "Committed",
@@ -47,6 +50,7 @@ __all__ = [
     "PoolStatistics",
     "Preempt",
     "Pressure",
+    "Published",
     "Push",
     "Ready",
     "Reason",

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle
-from kvslot.allocator.results import Later, Never, Preempt, Pressure, Ready, Reason
+from kvslot.allocator.results import Abandoned, Later, Never, Preempt, Pressure, Published, Ready, Reason
 from kvslot.allocator.sessions import Life, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED
 
@@ -47,6 +47,7 @@ class Ticket(msgspec.Struct, gc=False, eq=False):
     sequence: Sequence | None = None  # of a growth ticket
     contiguous: bool = False
     ready: float = -1.0  # when Ready was pushed
+    awaits: int = 0  # the sequence whose commit it waits for; then it holds nothing back
 
 
 class Window(msgspec.Struct, gc=False, eq=False):
@@ -67,12 +68,13 @@ class Window(msgspec.Struct, gc=False, eq=False):
 class Admission:
     """The queue of one pool.  `busy` is true while anybody waits."""
 
-    __slots__ = ("_planned", "busy", "growth", "growth_need", "named", "pool", "pressed", "waiting", "window")
+    __slots__ = ("_planned", "awaiting", "busy", "growth", "growth_need", "named", "pool", "pressed", "waiting", "window")
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.busy = False
         self.waiting: OrderedDict[int, Ticket] = OrderedDict()  # new requests, oldest first
+        self.awaiting: dict[int, Ticket] = {}  # those that wait for another sequence's commit, not for memory
         self.growth: dict[int, Ticket] = {}  # sequence handle -> its growth ticket; few, so scanned
         self.growth_need = 0
         self.window: Window | None = None
@@ -138,15 +140,18 @@ class Admission:
         if sequence is not None:
             mine = self.growth.get(sequence.handle, mine)
         if mine is None:
-            waiting = sum(t.session is session for t in self.waiting.values()) if len(self.waiting) >= TICKETS_PER_SESSION else 0
-            if waiting >= TICKETS_PER_SESSION:
-                raise BadRequest(f"{waiting} tickets are waiting for this session; come back with one of them")
+            self._check_tickets(session)
             mine = Ticket(pool._handle(), session, need, now, sequence, contiguous)
             if sequence is None:
                 self.waiting[mine.handle] = mine
             else:
                 self.growth[sequence.handle] = mine
                 self.growth_need += need
+        elif mine.handle in self.awaiting:
+            # What it waited for is settled; now it waits for memory.
+            del self.awaiting[mine.handle]
+            mine.need, mine.awaits, mine.contiguous = need, 0, contiguous
+            self.waiting[mine.handle] = mine
         elif mine.need != need:
             if mine.sequence is not None:
                 self.growth_need += need - mine.need
@@ -162,6 +167,35 @@ class Admission:
         if reason == Reason.STALLED:
             stalled = tuple(self._stalled_sessions(now))
         return Later(mine.handle, reason, need, free, coming, evictable, max(1, int(retry * 1000)), stalled)
+
+    def wait_for(self, session: Session, need: int, now: float, ticket: int, sequence: Sequence) -> Later:
+        """LATER until `sequence` has committed its prompt or ended."""
+        mine = self._mine(session, ticket)
+        if mine is None:
+            self._check_tickets(session)
+            mine = Ticket(self.pool._handle(), session, need, now)
+        else:
+            self._remove(mine)
+        mine.awaits, mine.ready = sequence.handle, -1.0
+        self.awaiting[mine.handle] = mine
+        pool = self.pool
+        return Later(
+            mine.handle, Reason.COMMIT, need, pool.runs.total, self.coming_free(), pool.tree.evictable, 100
+        )  # fmt: skip
+
+    def settle(self, sequence: Sequence, published: bool) -> None:
+        """`sequence` has committed what others waited for, or never will."""
+        for ticket in [t for t in self.awaiting.values() if t.awaits == sequence.handle]:
+            ticket.awaits = 0
+            push = Published if published else Abandoned
+            self.pool.pushes.append(push(ticket.session.handle, ticket.handle))
+
+    def _check_tickets(self, session: Session) -> None:
+        if len(self.waiting) + len(self.awaiting) < TICKETS_PER_SESSION:
+            return
+        waiting = sum(t.session is session for t in (*self.waiting.values(), *self.awaiting.values()))
+        if waiting >= TICKETS_PER_SESSION:
+            raise BadRequest(f"{waiting} tickets are waiting for this session; come back with one of them")
 
     def coming_free(self) -> int:
         """Fenced slots of sessions whose steps still complete."""
@@ -337,7 +371,8 @@ class Admission:
 
     def forget_session(self, session: Session) -> None:
         """A session ended or was lost: its tickets and debts go."""
-        for ticket in [t for t in (*self.growth.values(), *self.waiting.values()) if t.session is session]:
+        tickets = (*self.growth.values(), *self.waiting.values(), *self.awaiting.values())
+        for ticket in [t for t in tickets if t.session is session]:
             self._remove(ticket)
         session.owes.clear()
 
@@ -359,7 +394,7 @@ class Admission:
     def _mine(self, session: Session, handle: int) -> Ticket | None:
         if not handle:
             return None
-        ticket = self.waiting.get(handle)
+        ticket = self.waiting.get(handle) or self.awaiting.get(handle)
         if ticket is None:
             ticket = next((t for t in self.growth.values() if t.handle == handle), None)
         if ticket is not None and ticket.session is not session:
@@ -372,6 +407,7 @@ class Admission:
                 self.growth_need -= ticket.need
         else:
             self.waiting.pop(ticket.handle, None)
+            self.awaiting.pop(ticket.handle, None)
         if self.window is not None and self.window.ticket is ticket:
             self._drop_window()
         self.busy = bool(self.waiting or self.growth)

@@ -49,6 +49,7 @@ MAX_PRIORITY = 7
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
 HOLES_EACH = 2  # most holes that one new piece begins in: each costs an extent
+PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -82,6 +83,7 @@ class Pool:
         self.spaces: dict[Space, int] = {}
         self.roots: dict[int, Space] = {}
         self.sequences: dict[int, Sequence] = {}
+        self.promised: dict[tuple[int, int, bytes], Sequence] = {}  # (node, hit, first unit missed) -> who computes it
         self.tick = 0
         self._serial = 0
         self._sweeping: list[Session] = []
@@ -301,11 +303,14 @@ class Pool:
         ticket: int = 0,
         priority: int = 0,
         contiguous: bool = False,
+        wait_for_commit: bool = False,
     ) -> Admitted | Later | Never:
         """Starts a sequence: finds the longest cached prefix, holds it, and takes room for the rest, or does nothing.
 
         `tokens` is the prompt as little-endian int32.  A growth run is added when there is room and never makes the
         request fail.  `contiguous` asks for the rest as one extent.  `ticket` is that of an earlier LATER.
+        With `wait_for_commit`, a prefix that another sequence is computing right now gives LATER(commit) rather than
+        being computed twice.
         """
         n = self._count(root, tokens)
         if session.life:
@@ -319,6 +324,10 @@ class Pool:
             depth = tree.depth
             while path and depth[path[-1]] >= hit:
                 path.pop()
+        if wait_for_commit and self.promised:
+            sequence = self._promise(root, tokens, path, hit)
+            if sequence is not None:
+                return self.admission.wait_for(session, n - hit, now, ticket, sequence)
         if session.page > 1:
             return self._allocate_pages(session, root, tokens, path, hit, now, ticket, priority)
         limit = session.quota if session.quota < self.usable else self.usable
@@ -396,6 +405,26 @@ class Pool:
                     own += runs.take(least, FRESH, root)
         return own
 
+    def _promise(self, root: int, tokens: bytes, path: list[int], hit: int) -> Sequence | None:
+        """A running sequence that is computing at least `PROMISE_LEAST` of the tokens that follow this hit."""
+        key = (path[-1] if path else root, hit, tokens[4 * hit : 4 * hit + 4 * self.unit])
+        sequence = self.promised.get(key)
+        if sequence is None or sequence.tokens_from > hit:
+            return None
+        at = 4 * (hit - sequence.tokens_from)
+        common = common_prefix(tokens, 4 * hit, sequence.tokens[at:], 4 * self.unit) >> 2
+        return sequence if common >= PROMISE_LEAST else None
+
+    def _settle(self, sequence: Sequence, published: bool) -> None:
+        """The prompt's new part is published, or the sequence ends without: nobody needs to wait for it any longer."""
+        promised = sequence.promised
+        if promised is not None:
+            sequence.promised = None
+            if self.promised.get(promised) is sequence:
+                del self.promised[promised]
+                if self.admission.awaiting:
+                    self.admission.settle(sequence, published)
+
     def _start(
         self,
         session: Session,
@@ -428,6 +457,11 @@ class Pool:
         sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
         session.sequences[handle] = sequence
         self.sequences[handle] = sequence
+        if n - hit >= PROMISE_LEAST:
+            key = (node, hit, tokens[4 * hit : 4 * hit + 4 * self.unit])
+            if key not in self.promised:
+                self.promised[key] = sequence
+                sequence.promised = key
         self.unwritten += capacity - n
         self.extents_given += len(extents) >> 1
         self.extent_tokens += capacity
@@ -599,6 +633,8 @@ class Pool:
             tree.unhold(held, tick)
             sequence.node = node
         sequence.base = position
+        if sequence.promised is not None:
+            self._settle(sequence, published=True)
         if position > sequence.tokens_from:
             sequence.tokens = sequence.tokens[4 * (position - sequence.tokens_from) :]
             sequence.tokens_from = position
@@ -765,6 +801,7 @@ class Pool:
         if self.admission.pressed >= 0 or self.admission.growth:
             session.owes.pop(handle, None)
             self.admission.forget_sequence(handle)
+        self._settle(sequence, published=False)
         self.unwritten -= sequence.capacity - sequence.length
         pieces = sequence.own
         if sequence.sources:

@@ -91,6 +91,7 @@ class Reason(StrEnum):
     QUOTA = "quota"  # the session's own quota binds
     TURN = "turn"  # older tickets or growth come first
     RUN = "run"  # memory is there but scattered; a window is being cleared
+    COMMIT = "commit"  # another sequence is computing the same prefix; Published or Abandoned will be pushed
     PREEMPT_FIRST = "preempt_first"  # this session owes an answer to Preempt
     STALLED = "stalled"  # every other holder is stalled
 
@@ -139,7 +140,21 @@ class Preempt(msgspec.Struct, frozen=True, tag=True):
     deadline: float
 
 
-Push = Ready | Pressure | Preempt
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """The prefix the ticket waits for is cached now: ask again."""
+
+    session: int
+    ticket: int
+
+
+class Abandoned(msgspec.Struct, frozen=True, tag=True):
+    """The prefix the ticket waits for will not come: ask again and compute it."""
+
+    session: int
+    ticket: int
+
+
+Push = Ready | Pressure | Preempt | Published | Abandoned
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,7 +181,7 @@ class _Job:
 class _Pool:
     """One policy instance and the line before it."""
 
-    __slots__ = ("blocked", "policy", "queue", "running")
+    __slots__ = ("awaiting", "blocked", "policy", "queue", "running")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -189,6 +189,8 @@ class _Pool:
         self.running = 0
         self.blocked = False
         """The head of the line was refused, and nothing has finished since."""
+        self.awaiting = False
+        """It was refused because its prefix is being computed: a prompt that is written ends that, too."""
 
 
 class _Round:
@@ -492,6 +494,10 @@ class _Engine:
             recorder.never_at.append(now)
             self._drop(pool, now)
             return
+        if not answer.needed and pool.running:
+            # Somebody is computing the same prefix: it is asked for again when that is written.
+            pool.blocked = pool.awaiting = True
+            return
         if not job.refused:
             job.refused = True
             recorder.refused_at.append(now)
@@ -547,6 +553,8 @@ class _Engine:
         job.pool.policy.prefilled(job.number, now)
         job.cpu_ns += clock() - began
         self.written.write(job.request, job.prompt, job.round)
+        if job.pool.awaiting:
+            job.pool.blocked = job.pool.awaiting = False
         job.base = now
         self._plan(job)
 

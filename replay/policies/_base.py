@@ -60,7 +60,10 @@ class Refused(NamedTuple):
     never: bool
     """False: LATER, ask again when something was released.  True: NEVER, it would not fit an empty pool."""
     needed: int
-    """Slots it would have needed, evictable ones not taken off; what pseudo-OOM is judged by."""
+    """Slots it would have needed, evictable ones not taken off; what pseudo-OOM is judged by.
+
+    0 with never=False is no refusal for want of memory: the prefix is being computed by a running request, and the
+    engine asks again once a prompt has been written."""
 
 
 class Room(NamedTuple):

@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from kvslot.allocator import Admitted as Ok
-from kvslot.allocator import BadRequest, Grown, Never, Pool, PoolConfig, Session, Space
+from kvslot.allocator import BadRequest, Grown, Never, Pool, PoolConfig, Reason, Session, Space
 from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
 from kvslot.replay.policies.sequences import check_config, prompt_length, unknown
@@ -67,7 +67,7 @@ class SlottedPolicy:
                 pool.admission.withdraw(asked, ticket)
                 ticket = 0
             self._refused = (0, 0, session)
-        answer = pool.allocate(session, self._root, tokens, now=now, ticket=ticket)
+        answer = pool.allocate(session, self._root, tokens, now=now, ticket=ticket, wait_for_commit=True)
         if isinstance(answer, Ok):
             handle = answer.sequence
             self._live[request] = (session, handle, length)
@@ -77,7 +77,7 @@ class SlottedPolicy:
         if isinstance(answer, Never):
             return Refused(True, answer.needed)
         self._refused = (request, answer.ticket, session)
-        return Refused(False, answer.needed)
+        return Refused(False, 0 if answer.reason == Reason.COMMIT else answer.needed)
 
     def prefilled(self, request: int, now: float) -> None:
         session, handle, length = self._get(request)
@@ -87,8 +87,8 @@ class SlottedPolicy:
         session, handle, _ = self._get(request)
         pool = self.pool
         pool.wrote(session, handle, length - 1)
-        capacity = 0
-        while capacity < length:
+        capacity = pool.sequences[handle].capacity
+        while capacity - length < self._ahead:
             answer = pool.extend(session, handle, now=now)
             if not isinstance(answer, Grown):
                 return None
@@ -117,8 +117,9 @@ class SlottedPolicy:
             raise unknown(request) from None
 
     def _ask_at(self, length: int, capacity: int) -> int:
+        # Half of the last run; and every half run it says how far it has come, as the client does with each step.
         early = capacity - self._ahead
-        return early if early > length else capacity
+        return min(early, length + self._ahead) if early > length else capacity
 
     def victim(self) -> int | None:
         return self._requests[max(self._requests)] if self._requests else None
