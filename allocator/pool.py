@@ -1310,9 +1310,11 @@ class Pool:
         evictor.clock(now)
         left: list[int] = []
         gained = 0
+        # Leaves too short to hold a cell may never make one: past this the caller takes loose slots instead.
+        most = self.evicted_tokens + (missing + 1) * cell
         while gained < missing:
             node = evictor.oldest()
-            if not node:
+            if not node or self.evicted_tokens >= most:
                 break
             pieces, found = self._evict_leaf(node, missing - gained)
             left += pieces
