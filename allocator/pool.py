@@ -14,7 +14,7 @@ import heapq
 
 from kvslot.allocator import eviction
 from kvslot.allocator.admission import Admission, whole_pages
-from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, UnknownHandle
+from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
 from kvslot.allocator.moves import Moves
 from kvslot.allocator.results import (
     UNLIMITED,
@@ -324,7 +324,7 @@ class Pool:
             depth = tree.depth
             while path and depth[path[-1]] >= hit:
                 path.pop()
-        if wait_for_commit and self.promised:
+        if wait_for_commit and self.promised and -(-n // session.page) * session.page <= min(session.quota, self.usable):
             sequence = self._promise(root, tokens, path, hit)
             if sequence is not None:
                 return self.admission.wait_for(session, n - hit, now, ticket, sequence)
@@ -348,7 +348,11 @@ class Pool:
             or contiguous
             or ticket
         ):
-            later = self.admission.admit(session, need, now, ticket, contiguous)
+            try:
+                later = self.admission.admit(session, need, now, ticket, contiguous)
+            except Refusal:
+                tree.unhold(node, tree.tick[node])
+                raise
             if later is not None:
                 tree.unhold(node, tree.tick[node])
                 return later
@@ -487,6 +491,9 @@ class Pool:
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
+        if not tokens and want > runs.total + self.tree.evictable:
+            # Less than a run is better than a refusal while there is anything to be had.
+            want = max(1, runs.total + self.tree.evictable - peel)
         need = want + peel
         if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
             later = self.admission.grow(sequence, need, now, ticket)
@@ -1117,8 +1124,12 @@ class Pool:
         tree.hold(node)
         need = pages - hit + part
         mine = self.admission.waiting.get(ticket)
-        later = self.admission.admit(session, need, now, ticket, False)
         own: list[int] = []
+        try:
+            later = self.admission.admit(session, need, now, ticket, False)
+        except Refusal:
+            tree.unhold(node, tree.tick[node])
+            raise
         if later is None:
             own = self._take_pages(need, page, now)
             if not own:
@@ -1251,6 +1262,7 @@ class Pool:
         """Evicts at most `tokens` cached tokens that nobody holds, in the policy's order; returns how many went."""
         before = self.evicted_tokens
         if tokens > 0:
+            self.admission.drop_window()
             self._evict(min(tokens, self.tree.evictable), now)
         return self.evicted_tokens - before
 
@@ -1260,9 +1272,13 @@ class Pool:
         evictor.clock(now)
         lengths = tree.length
         short = 2 * self.block_size
+        goal = self.runs.total + tokens
         while tokens > 0:
             node = evictor.oldest()
-            assert node
+            if not node:
+                # What lay in a window was set aside for its ticket; that goes before anybody else is let down.
+                self.admission.drop_window()
+                break
             length = lengths[node]
             if length < short:
                 node = self._emptying(node)
@@ -1276,7 +1292,7 @@ class Pool:
                 extents = tree.remove(node)
             self._release(extents, length, CACHED)
             self.evicted_tokens += length
-            tokens -= length
+            tokens = goal - self.runs.total
 
     def _fill_holes(self, most: int, holes: int, root: int, own: list[int]) -> int:
         """Where holes have become many, takes up to `holes` of them, the longest that `most` slots fill, onto `own`.

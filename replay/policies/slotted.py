@@ -77,7 +77,10 @@ class SlottedPolicy:
         if isinstance(answer, Never):
             return Refused(True, answer.needed)
         self._refused = (request, answer.ticket, session)
-        return Refused(False, 0 if answer.reason == Reason.COMMIT else answer.needed)
+        if answer.reason == Reason.COMMIT:
+            return Refused(False, 0)
+        # Cached tokens it would have held itself were not evictable for it, though they are again now.
+        return Refused(False, answer.needed + pool.tree.evictable - answer.evictable)
 
     def prefilled(self, request: int, now: float) -> None:
         session, handle, length = self._get(request)
