@@ -128,6 +128,11 @@ def _waste(ours: Sequence[Row], paged: Sequence[Row] | None, at: dict[int, int])
     return Finding(verdict, text, at[pairs[-1][0].block_size])
 
 
+def _rounding(row: Row) -> float:
+    """Prompt tokens lost to block rounding, in per cent of all."""
+    return 100 * row.lost_hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+
+
 def _hits(
     ours: Sequence[Row], hashed: Sequence[Row] | None, token: Sequence[Row] | None, at: dict[int, int]
 ) -> Finding | None:
@@ -150,6 +155,8 @@ def _hits(
     else:
         text = f"Sharing to the exact token finds *{mine}* of the prompt tokens; full blocks{size} (hashed) *{theirs}*."
         text += _small(pairs, gains)
+        # What is gained beyond it comes of another order of eviction or of more room, not of exact sharing.
+        text += f" Rounding to blocks alone costs hashed {_listed([b for _, b in pairs], _rounding)}."
     exact = _matched(ours, token)
     if exact:
         gap = max(b.hit_tokens_pct - a.hit_tokens_pct for a, b in exact)
@@ -162,26 +169,31 @@ def _hits(
 
 
 def _larger_blocks(rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
-    """What going from the smallest block to the largest costs, and what it buys."""
-    parts: list[str] = []
-    first = last = 0
-    for policy, sizes in rows.items():
-        if policy in NEVER_BEST or policy == "token" or len(sizes) < 2:
-            continue
-        small, large = sizes[0], sizes[-1]
-        first, last = small.block_size, large.block_size
-        lost = small.hit_tokens_pct - large.hit_tokens_pct
-        words = (
-            f"{policy} {pct(abs(lost))} points of hits{' gained' if lost < 0 else ''}"
-            if abs(lost) >= POINTS_NOTHING
-            else f"{policy} no hits"
-        )
-        saved = small.extents_per_1k_tokens, large.extents_per_1k_tokens
-        words += f" ({saved[0]:,.1f} pieces per 1,000 tokens become {saved[1]:,.1f})"
-        parts.append(words)
-    if not parts:
+    """What going from the smallest block to the largest costs in hits, and what it buys in pieces."""
+    ends = {
+        policy: (sizes[0], sizes[-1])
+        for policy, sizes in rows.items()
+        if policy not in NEVER_BEST and policy != "token" and len(sizes) > 1
+    }
+    if not ends:
         return None
-    return Finding("fact", f"Blocks of {last:,} instead of {first:,} cost {_and(parts)}.", at[last])
+    small, large = next(iter(ends.values()))
+    lost = {policy: a.hit_tokens_pct - b.hit_tokens_pct for policy, (a, b) in ends.items()}
+    if all(abs(points) < POINTS_NOTHING for points in lost.values()):
+        cost = "*cost no hits*"
+    else:
+        words = [
+            f"{policy} {'none' if abs(points) < POINTS_NOTHING else f'{pct(points)} points'}"
+            for policy, points in lost.items()
+        ]
+        cost = f"*cost hits*: {_and(words)}"
+    pieces = [
+        f"{policy} {pct(a.extents_per_1k_tokens)} → {pct(b.extents_per_1k_tokens)}"
+        for policy, (a, b) in ends.items()
+    ]
+    text = f"Blocks of {large.block_size:,} instead of {small.block_size:,} {cost}."
+    text += f" Pieces per 1,000 tokens: {_and(pieces)}."
+    return Finding("fact", text, at[large.block_size])
 
 
 def _pools(columns: Columns, at: dict[int, int]) -> Finding | None:
@@ -252,15 +264,12 @@ def _evicted(ours: Sequence[Row], at: dict[int, int]) -> Finding | None:
     text = f"Eviction ({row.eviction}) loses *{pct(lost)} %* of the prompt tokens under slotted"
     if bound is None:
         return Finding("fact", f"{text}.", at[row.block_size])
-    gap = bound - row.hit_tokens_pct
-    if gap < POINTS_NOTHING:
-        return Finding("fact", f"{text}; no eviction could do better in this pool.", at[row.block_size])
-    return Finding(
-        "fact",
-        f"{text}: {pct(row.hit_tokens_pct)} % are found. An eviction that knew the future would find {pct(bound)} % in "
-        "the same pool.",
-        at[row.block_size],
-    )
+    text += f": {pct(row.hit_tokens_pct)} % are found. An eviction that knew the future"
+    if bound - row.hit_tokens_pct < POINTS_NOTHING:
+        text += f" is worth nothing here: the offline estimate is {pct(bound)} %."
+    else:
+        text += f" would find {pct(bound)} % in the same pool."
+    return Finding("fact", text, at[row.block_size])
 
 
 def _cpu(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:

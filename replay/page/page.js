@@ -48,6 +48,9 @@
       const one = { n: packed.n, usable: packed.usable, states: {} };
       for (const key of ["time", "fragmentation", "hits", "live", "refusals", "pseudo"]) one[key] = unpack(packed[key]);
       for (const [key, values] of Object.entries(packed.states)) one.states[key] = unpack(values).map((v) => v / packed.usable);
+      // Long runs flicker from bucket to bucket; short ones are shown as they are.
+      one.fragmentation = smooth(one.fragmentation, Math.floor(packed.n / 100));
+      one.live = smooth(one.live, Math.floor(packed.n / 100));
       one.smooth = smooth(one.hits, Math.max(1, Math.round(packed.n / 40)));
       opened.set(index, one);
     }
@@ -135,8 +138,12 @@
     return [1.1 * ends[1][0], `Not drawn to its end: ${ends[0][1]}, which takes ${clock(ends[0][0], ends[0][0])}.`];
   }
 
+  const begin = (times) => (times.length > 1 ? Math.max(0, times[0] - (times[1] - times[0])) : times[0]);
+
   function pathOf(box, xs, ys) {
-    let out = "", pen = false;
+    // The first bucket began before its end, at which its point stands.
+    const known = xs.length > 1 && !Number.isNaN(ys[0]);
+    let out = known ? `M${box.x(begin(xs)).toFixed(1)} ${box.y(ys[0]).toFixed(1)}` : "", pen = known;
     for (let i = 0; i < xs.length; i++) {
       if (Number.isNaN(ys[i])) continue; // a bucket in which nothing happened does not break the line
       out += `${pen ? "L" : "M"}${box.x(xs[i]).toFixed(1)} ${box.y(ys[i]).toFixed(1)}`;
@@ -285,7 +292,7 @@
     $("states-legend").replaceChildren();
     lines(host, {
       title: "Empty slots in used blocks", unit: "%", value: (s) => s.fragmentation, top: trimmed,
-      note: "share that holds no token; peaks that leave the plot are in the table",
+      note: "share that holds no token; mean over a fiftieth of the run, peaks are in the table",
       nothing: "No slot of a used block ever stood empty.",
     });
     lines(host, {
@@ -301,13 +308,13 @@
     });
     lines(host, {
       title: "Running sequences", unit: "", value: (s) => s.live, top: (all) => Math.max(...all) * 1.08,
-      note: "admitted and not yet finished",
+      note: "admitted and not yet finished; mean over a fiftieth of the run",
       nothing: "Nothing ran.",
     });
     drawStacks();
     const any = host.childElementCount > 0;
     $("time-note").hidden = !any;
-    if (!any) host.append(make("p", { class: "note" }, "This result holds no series over time."));
+    if (!any) host.append(make("p", { class: "note" }, columns().length ? "This result holds no series over time." : "No policy is chosen."));
   }
 
   function drawStacks() {
@@ -336,10 +343,11 @@
         const values = series.states[key];
         if (!values) continue;
         const ceiling = floor.map((v, i) => Math.min(1, v + values[i]));
-        let path = "";
-        for (let i = 0; i < series.n; i++) path += `${i ? "L" : "M"}${box.x(series.time[i]).toFixed(1)} ${box.y(ceiling[i]).toFixed(1)}`;
+        const first = box.x(begin(series.time)).toFixed(1);
+        let path = `M${first} ${box.y(ceiling[0]).toFixed(1)}`;
+        for (let i = 0; i < series.n; i++) path += `L${box.x(series.time[i]).toFixed(1)} ${box.y(ceiling[i]).toFixed(1)}`;
         for (let i = series.n - 1; i >= 0; i--) path += `L${box.x(series.time[i]).toFixed(1)} ${box.y(floor[i]).toFixed(1)}`;
-        draw(within, "path", { class: `state-${key} area`, d: `${path}Z` });
+        draw(within, "path", { class: `state-${key} area`, d: `${path}L${first} ${box.y(floor[0]).toFixed(1)}Z` });
         floor = ceiling;
       }
       const cursor = draw(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
@@ -447,7 +455,7 @@
       .map((column) => ({ column, pictures: column.run < 0 ? null : data.pictures[data.pictures_of[column.run]] }))
       .filter((each) => each.pictures);
     if (!shown.length) {
-      host.append(make("p", { class: "note" }, "This result holds no pictures of the pool."));
+      host.append(make("p", { class: "note" }, columns().length ? "This result holds no pictures of the pool." : "No policy is chosen."));
       return;
     }
     const most = shown.reduce((a, b) => (b.pictures.length > a.pictures.length ? b : a)).pictures;

