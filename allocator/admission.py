@@ -1,7 +1,7 @@
 """Who gets memory next: OK, LATER with a ticket, or NEVER; growth before new requests; pressure before preemption.
 
-    new request    need + held back <= free + evictable, where held back =
-                       watermark (waived while nothing runs) + what waiting growth needs + the oldest ticket's need
+    new request    need + held back <= free + evictable, where held back = the oldest ticket's need
+                       + the watermark, or what waiting growth needs if that is more: it is kept back for growth
     growth         need + what older growth needs <= free + evictable
 
 Only memory that can be handed out now counts.  Fenced memory is coming free: where it would do, nothing is evicted for
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvslot.allocator.pool import Pool
 
 TICKETS_PER_SESSION = 1024  # a session that asks more often without coming back is using tickets wrongly
+NO_HANDLE = 2**63  # above every handle
 REPLAN_AFTER = 0.05  # seconds between two looks for a window: planning costs O(nodes)
 
 
@@ -65,10 +66,14 @@ class Window(msgspec.Struct, gc=False, eq=False):
         self.stretches.append((slot, length))
 
 
+def _within_quota(ticket: Ticket) -> bool:
+    return ticket.session.charged + ticket.need <= ticket.session.quota
+
+
 class Admission:
     """The queue of one pool.  `busy` is true while anybody waits."""
 
-    __slots__ = ("_planned", "awaiting", "busy", "growth", "growth_need", "named", "pool", "pressed", "waiting", "window")
+    __slots__ = ("_planned", "awaiting", "busy", "growth", "named", "patient", "pool", "pressed", "waiting", "window")
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -76,9 +81,9 @@ class Admission:
         self.waiting: OrderedDict[int, Ticket] = OrderedDict()  # new requests, oldest first
         self.awaiting: dict[int, Ticket] = {}  # those that wait for another sequence's commit, not for memory
         self.growth: dict[int, Ticket] = {}  # sequence handle -> its growth ticket; few, so scanned
-        self.growth_need = 0
         self.window: Window | None = None
-        self.pressed = -1.0  # when Pressure was pushed in the present shortage
+        self.pressed = -1.0  # when the present shortage began
+        self.patient = -1.0  # until when those whom Pressure was pushed to have time to give runs back
         self.named: dict[int, float] = {}  # victims named in it: sequence -> deadline
         self._planned = -1.0
 
@@ -96,7 +101,7 @@ class Admission:
         own_window = self.window if self.window is not None and self.window.ticket is mine else None
         if own_window is not None:
             free += own_window.held
-        watermark = pool.watermark if pool.sequences else 0
+        watermark = self._for_growth()
         held = self._held(mine) + watermark
         coming = self.coming_free()
         if need + held > free + evictable:
@@ -113,13 +118,13 @@ class Admission:
         if contiguous and pool.runs.longest() < need:
             if own_window is None or own_window.held < need:
                 if own_window is not None and own_window.stop - own_window.start < need:
-                    self._drop_window()  # the request has grown since, its hit having shrunk
+                    self.drop_window()  # the request has grown since, its hit having shrunk
                 later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
                 mine = self.waiting[later.ticket]
                 self._clear(mine, now)
                 if self.window is None or self.window.ticket is not mine or self.window.held < need:
                     return later
-            self._drop_window()
+            self.drop_window()
         if mine is not None:
             self._remove(mine)
         return None
@@ -136,9 +141,7 @@ class Admission:
     ) -> Later:
         """LATER with the figures of the limit that binds; makes the ticket where there is none yet."""
         pool = self.pool
-        mine = self._mine(session, ticket) if ticket else None
-        if sequence is not None:
-            mine = self.growth.get(sequence.handle, mine)
+        mine = self._mine(session, ticket) if sequence is None else self.growth.get(sequence.handle)
         if mine is None:
             self._check_tickets(session)
             mine = Ticket(pool._handle(), session, need, now, sequence, contiguous)
@@ -146,15 +149,12 @@ class Admission:
                 self.waiting[mine.handle] = mine
             else:
                 self.growth[sequence.handle] = mine
-                self.growth_need += need
         elif mine.handle in self.awaiting:
             # What it waited for is settled; now it waits for memory.
             del self.awaiting[mine.handle]
             mine.need, mine.awaits, mine.contiguous = need, 0, contiguous
             self.waiting[mine.handle] = mine
-        elif mine.need != need:
-            if mine.sequence is not None:
-                self.growth_need += need - mine.need
+        else:
             mine.need = need
         mine.ready = -1.0
         self.busy = True
@@ -201,21 +201,35 @@ class Admission:
         """Fenced slots of sessions whose steps still complete."""
         fenced = self.pool.ledger.counts[FENCED]
         if fenced:
-            fenced -= sum(s.fenced for s in self.pool.sessions.values() if s.stalled or s.life != Life.LIVE)
-        return max(0, fenced)
+            # What the sweep has quarantined is no longer among the fenced.
+            fenced -= sum(s.fenced for s in self.pool.sessions.values() if (s.stalled or s.life) and not s.swept)
+        return fenced
 
     def held_back(self) -> int:
         """Slots a new request must leave."""
-        return (self.pool.watermark if self.pool.sequences else 0) + self._held(None)
+        return self._for_growth() + self._held(None)
+
+    def _for_growth(self) -> int:
+        """What new requests leave to running sequences; nothing while nothing runs, so that progress is guaranteed."""
+        pool = self.pool
+        if not pool.sequences:
+            return 0
+        return max(pool.watermark, self._growth_held(NO_HANDLE)) if self.growth else pool.watermark
 
     def _held(self, mine: Ticket | None) -> int:
-        held = self.growth_need
+        """What requests leave to the oldest one that waits for memory."""
+        held = 0
         if self.waiting:
-            oldest = next(iter(self.waiting.values()))
-            if oldest is not mine:
+            # One that waits for its own session's quota reserves nothing from the others.
+            oldest = next((t for t in self.waiting.values() if _within_quota(t)), None)
+            if oldest is not None and oldest is not mine:
                 window = self.window
                 held += oldest.need - (window.held if window is not None and window.ticket is oldest else 0)
         return held
+
+    def _growth_held(self, before: int) -> int:
+        """Slots that waiting growth of sequences older than handle `before` needs and its quota permits."""
+        return sum(t.need for handle, t in self.growth.items() if handle < before and _within_quota(t))
 
     # -- growth ------------------------------------------------------------------------------------------------
 
@@ -231,7 +245,9 @@ class Admission:
             return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
         if session.charged + need > session.quota:
             return self.starve(sequence, need, now, ticket, Reason.QUOTA)
-        older = sum(t.need for h, t in self.growth.items() if h < sequence.handle) if self.growth else 0
+        older = self._growth_held(sequence.handle) if self.growth else 0
+        if self.window is not None and need + older > pool.runs.total + pool.tree.evictable:
+            self.drop_window()  # growth comes first; the window's ticket keeps its age
         free, evictable = pool.runs.total, pool.tree.evictable
         coming = self.coming_free()
         if need + older > free + evictable:
@@ -251,7 +267,8 @@ class Admission:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
         session = sequence.session
         scope = self._scope(session, reason)
-        if len(scope) == 1 and not (reason == Reason.QUOTA and session.fenced):
+        coming = session.fences if reason == Reason.QUOTA else self._coming()
+        if len(scope) == 1 and not coming:
             mine = self.growth.get(sequence.handle)
             if mine is not None:
                 self._remove(mine)
@@ -259,9 +276,14 @@ class Admission:
             return Never(sequence.capacity + need, limit)
         self.refuse(session, need, now, ticket, reason, sequence)
         self._escalate(scope, now)
-        if self._stuck(scope, now):
+        if self._stuck(scope, now) and self._stalled_sessions(now):
             reason = Reason.STALLED
         return self.refuse(session, need, now, ticket, reason, sequence)
+
+    def _coming(self) -> bool:
+        """Whether memory will come back that no sequence holds: fences, moves, what the sweep has still to release."""
+        pool = self.pool
+        return bool(pool.moves.tickets) or any(s.fences or s.life for s in pool.sessions.values())
 
     def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""
@@ -272,7 +294,7 @@ class Admission:
     def _escalate(self, scope: list[Sequence], now: float) -> None:
         pool = self.pool
         if self.pressed < 0:
-            self.pressed = now
+            self.pressed = self.patient = now
             asked: set[int] = set()
             for sequence in scope:
                 session = sequence.session
@@ -281,8 +303,8 @@ class Admission:
                     asked.add(session.handle)
                     pool.pushes.append(Pressure(session.handle))
             if asked:
-                return
-        if now - self.pressed < pool.config.reclaim_patience and self.pressed != now:
+                self.patient = now + pool.config.reclaim_patience
+        if now < self.patient:
             return
         if any(deadline >= now and handle in pool.sequences for handle, deadline in self.named.items()):
             return  # a victim still has time to answer
@@ -307,13 +329,11 @@ class Admission:
 
     def _stalled_sessions(self, now: float) -> list[int]:
         pool = self.pool
-        return sorted(
-            {
-                s.session.handle
-                for s in pool.sequences.values()
-                if self.named.get(s.handle, now) < now or s.session.stalled or s.session.life != Life.LIVE
-            }
-        )
+        stalled = {s.session.handle for s in pool.sequences.values() if self.named.get(s.handle, now) < now}
+        for session in pool.sessions.values():
+            if (session.stalled or session.life) and (session.sequences or session.fences):
+                stalled.add(session.handle)
+        return sorted(stalled)
 
     def _relax(self) -> None:
         """The shortage is over: victims not taken are spared."""
@@ -330,7 +350,7 @@ class Admission:
 
     def withdraw(self, session: Session, ticket: int) -> None:
         """Gives a ticket up."""
-        mine = self._mine(session, ticket)
+        mine = self._mine(session, ticket, growth=True)
         if mine is None:
             raise EndedHandle(f"ticket {ticket} has ended")
         self._remove(mine)
@@ -342,31 +362,40 @@ class Admission:
         for held in [t for t in (*self.growth.values(), *self.waiting.values()) if 0 <= t.ready < now - grace]:
             self._remove(held)
         if self.window is not None:
+            if not self.window.blockers and now - self._planned >= REPLAN_AFTER:
+                # What stood in the way has been published, split or moved since.
+                self._planned = now
+                self.window.blockers = _blockers(pool, self.window.start, self.window.stop)
             self._evict_blockers(self.window)
         free, evictable = pool.runs.total, pool.tree.evictable
         left = free + evictable
         for handle in sorted(self.growth):
             ticket = self.growth[handle]
+            if not _within_quota(ticket):
+                continue
             left -= ticket.need
+            if left < 0 and self.window is not None:
+                left += self.window.held
+                self.drop_window()
+                free, evictable = pool.runs.total, pool.tree.evictable
             if left < 0:
                 self.starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
                 break
-            if ticket.ready < 0 and ticket.session.charged + ticket.need <= ticket.session.quota:
+            if ticket.ready < 0:
                 ticket.ready = now
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
         for ticket in self.waiting.values():
             # Only the head of the queue, but for those who wait for their own quota or own window.
-            watermark = pool.watermark if pool.sequences else 0
             reserved = self.window.held if self.window is not None and self.window.ticket is ticket else 0
-            fits = ticket.need + watermark + self.growth_need <= free + evictable + reserved
-            fits = fits and ticket.session.charged + ticket.need <= ticket.session.quota
+            fits = ticket.need + self._for_growth() <= free + evictable + reserved
+            fits = fits and _within_quota(ticket)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)
                 fits = self.window is not None and self.window.ticket is ticket and self.window.held >= ticket.need
             if fits and ticket.ready < 0:
                 ticket.ready = now
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
-            if ticket.session.charged + ticket.need <= ticket.session.quota:
+            if _within_quota(ticket):
                 break
 
     def forget_session(self, session: Session) -> None:
@@ -391,7 +420,7 @@ class Admission:
         self.waiting = OrderedDict(sorted(self.waiting.items()))
         self.busy = True
 
-    def _mine(self, session: Session, handle: int) -> Ticket | None:
+    def _mine(self, session: Session, handle: int, *, growth: bool = False) -> Ticket | None:
         if not handle:
             return None
         ticket = self.waiting.get(handle) or self.awaiting.get(handle)
@@ -399,22 +428,25 @@ class Admission:
             ticket = next((t for t in self.growth.values() if t.handle == handle), None)
         if ticket is not None and ticket.session is not session:
             raise ForeignHandle(f"ticket {handle} belongs to another session")
+        if ticket is not None and ticket.sequence is not None and not growth:
+            return None  # a growth's place is no new request's
         return ticket  # an ended ticket is none: the request simply queues anew
 
     def _remove(self, ticket: Ticket) -> None:
         if ticket.sequence is not None:
-            if self.growth.pop(ticket.sequence.handle, None) is not None:
-                self.growth_need -= ticket.need
+            self.growth.pop(ticket.sequence.handle, None)
+            if not self.growth:
+                self._relax()
         else:
             self.waiting.pop(ticket.handle, None)
             self.awaiting.pop(ticket.handle, None)
         if self.window is not None and self.window.ticket is ticket:
-            self._drop_window()
+            self.drop_window()
         self.busy = bool(self.waiting or self.growth)
 
     # -- windows -----------------------------------------------------------------------------------------------
 
-    def _drop_window(self) -> None:
+    def drop_window(self) -> None:
         """Reserved slots go back to the free runs."""
         window = self.window
         if window is None:
@@ -460,7 +492,6 @@ class Admission:
                 below.extend(tree.children(node))
             for node in reversed(below):
                 length = tree.length[node]
-                tree.evictor.forget(node, tree.keys[node])
                 extents = tree.remove(node)
                 pool._release(extents, length, CACHED)
                 pool.evicted_tokens += length
@@ -485,6 +516,11 @@ def whole_pages(pool: Pool, page: int) -> int:
             begin = start
         end = start + length
     return pages + max(0, end // page - -(-begin // page))
+
+
+def _blockers(pool: Pool, start: int, stop: int) -> list[int]:
+    tree = pool.tree
+    return [n for n in tree.live() if tree.length[n] and _overlaps(tree.extents(n), start, stop)]
 
 
 def _overlaps(extents: list[int], start: int, stop: int) -> bool:

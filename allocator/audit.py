@@ -260,13 +260,11 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
         if session.charged > session.quota:
             wrong.append(f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}")
     admission = pool.admission
-    growth_need = sum(ticket.need for ticket in admission.growth.values())
     for name, is_, says in (
         ("unwritten", unwritten, pool.unwritten),
         ("duplicates", kinds[DUPLICATE], pool.duplicates),
         ("peeled", kinds[PEELED], pool.peeled),
         ("pinned", pinned, pool.pinned),
-        ("growth need", growth_need, admission.growth_need),
         ("busy", bool(admission.waiting or admission.growth), admission.busy),
     ):
         if is_ != says:

@@ -449,7 +449,6 @@ class Pool:
             tree.path_extents(path, hit - copied, extents)
             if not tree.flags[node] & REUSED_FLAG:
                 tree.flags[node] |= REUSED_FLAG
-            self.evictor.reuse(node)
         self._serial = handle = self._serial + 1
         position = hit - copied
         room = sum(own[1::2])
@@ -459,6 +458,9 @@ class Pool:
         _join(extents, own)
         session.charged += capacity - hit + copied
         sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
+        if tree.learns:
+            sequence.prompt = n
+            sequence.past = self._reuse(root, path, tokens, hit)
         session.sequences[handle] = sequence
         self.sequences[handle] = sequence
         if n - hit >= PROMISE_LEAST:
@@ -472,6 +474,17 @@ class Pool:
         self.hit_tokens += hit
         self.prompt_tokens += n
         return Admitted(handle, hit, capacity, extents, [])
+
+    def _reuse(self, root: int, path: list[int], tokens: bytes, hit: int) -> int:
+        """Tells the evictor of an admission; returns the sequence's past."""
+        tree = self.tree
+        if not path:
+            return tree.evictor.reuse(0, False, tree.place(root, tokens, 0))
+        node = path[-1]
+        n = len(tokens) >> 2
+        end = tree.depth[node] + tree.length[node]
+        whole = end <= (n if hit == self._last_left(n) else hit)
+        return tree.evictor.reuse(node, whole, tree.place(node, tokens, 4 * end) if whole and end < n else 0)
 
     def extend(
         self, session: Session, handle: int, *, tokens: int = 0, now: float = 0.0, ticket: int = 0
@@ -621,7 +634,10 @@ class Pool:
                 extents, taken = self._gather(sequence, position, length, shared)
                 if taken:
                     key = tokens[at : at + 4 * taken]
+                    parent = node
                     node = tree.add(node, key, extents, tick)
+                    if tree.learns:
+                        tree.evictor.created(node, parent, sequence.past, position >= sequence.prompt)
                     if sequence.priority or expiry:
                         self._prioritise(node, sequence.priority, expiry)
                     position += taken
@@ -771,6 +787,7 @@ class Pool:
             child_handle, session, sequence.root, sequence.node, min(sequence.base, length), length, length,
             sequence.tokens, sequence.tokens_from, own, sequence.priority, length,
         )  # fmt: skip
+        child.past, child.prompt = sequence.past, sequence.prompt
         for piece in list(sequence.own):
             if piece.position >= length:
                 break
@@ -814,6 +831,8 @@ class Pool:
         if sequence.sources:
             pieces = pieces + sequence.sources
         self.tick += 1
+        if self.tree.learns:
+            self.tree.evictor.ended(sequence.node)
         self._let_go(sequence, pieces, sequence.node, fence)
         for node in sequence.kept or ():
             self._let_go(sequence, [], node, fence)
@@ -1288,7 +1307,6 @@ class Pool:
                 extents = tree.trim_tail(node, cut)
                 length = cut
             else:
-                evictor.forget(node, tree.keys[node])
                 extents = tree.remove(node)
             self._release(extents, length, CACHED)
             self.evicted_tokens += length
@@ -1387,7 +1405,6 @@ class Pool:
             extents = tree.trim_tail(node, cut)
         else:
             cut = length
-            tree.evictor.forget(node, tree.keys[node])
             extents = tree.remove(node)
         self.evicted_tokens += cut
         self.ledger.shift_all(extents, cut, CACHED, FREE)
@@ -1396,7 +1413,7 @@ class Pool:
     def _emptying(self, oldest: int) -> int:
         """Of the oldest few leaves the first whose death empties a block, else the oldest."""
         tree, runs = self.tree, self.runs
-        for node in tree.evictor.victims(EMPTYING):
+        for node in tree.evictor.candidates(EMPTYING):
             extents = tree.extents(node)
             for i in range(0, len(extents), 2):
                 if runs.would_free_blocks(extents[i], extents[i + 1]):
@@ -1410,7 +1427,7 @@ class Pool:
         if expiry:
             tree.expiry[node] = expiry
         if priority and not isinstance(tree.evictor, eviction.Tiers):
-            tree.evictor = self.evictor = eviction.Tiers(tree.evictor, tree.priority, tree.expiry)
+            tree.evictor = self.evictor = eviction.Tiers(tree.evictor, tree.priority, tree.expiry, tree.length)
 
     # -- small things ------------------------------------------------------------------------------------------
 

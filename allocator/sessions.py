@@ -59,6 +59,8 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
     kept_from: int = 0  # positions before it were trimmed (sliding window)
     promised: tuple[int, int, bytes] | None = None  # what others may wait for until its prompt is committed
     kept: list[int] | None = None  # nodes that hold such sources since somebody published them
+    past: int = 0  # of the session it goes on with, in the eviction policy's terms
+    prompt: int = 0  # tokens of its prompt; told like `past` only where the policy learns
     sources: list[Range] | None = None  # shared ranges kept until this sequence ends: sources of peel copies
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from zlib import crc32
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from kvslot.allocator.eviction import Evictor
 
 MOVING_FLAG, REUSED_FLAG, PINNED_FLAG = 1, 2, 4
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
+PLACE = 64  # bytes on either side that tell one place from another
 _PARTS = 256
 _NUMPY_FROM = 4096  # bytes from which numpy finds the first difference faster than bisection does
 
@@ -86,6 +88,7 @@ class PrefixTree:
         "holds",
         "keys",
         "kid",
+        "learns",
         "length",
         "nodes",
         "parent",
@@ -101,6 +104,7 @@ class PrefixTree:
         self.unit = unit
         self._unit_bytes = 4 * unit
         self.evictor = evictor
+        self.learns = evictor.learns
         self.parent = array("i", [0])
         self.kid = array("i", [0])
         self.depth = array("i", [0])
@@ -258,6 +262,16 @@ class PrefixTree:
         path.reverse()
         return path
 
+    def place(self, node: int, tokens: bytes, at: int) -> int:
+        """A number, never 0, for the place where a cached path stops: behind `node`, before tokens[at:] (bytes).
+
+        Two places may share one.  Made of the last tokens that stay and the first that do not, which at an eviction and
+        at a later look-up are the same; behind a root, where none stay, of more of those that do not.
+        """
+        tail = self.keys[node][-PLACE:]
+        first = tokens[at : at + min(self._unit_bytes, PLACE) if tail else at + PLACE]
+        return crc32(tail + first, self.depth[node] + self.length[node]) | 1 << 32
+
     # -- holds -------------------------------------------------------------------------------------------------
 
     def hold(self, node: int) -> None:
@@ -304,8 +318,11 @@ class PrefixTree:
         """A new leaf under `parent`; no child of it may begin with the same unit.  The leaf is held once."""
         node = self._new(parent, key, self.depth[parent] + self.length[parent], tick)
         self.set_extents(node, extents)
-        if not self.kid[parent] and not self.holds[parent]:
-            self.evictor.discard(parent)
+        if not self.kid[parent]:
+            if not self.holds[parent]:
+                self.evictor.discard(parent)
+        elif self.learns:
+            self.evictor.branched(parent)
         self._link(parent, key[: self._unit_bytes], node)
         self.tokens += len(key) >> 2
         # Held from birth: the holds of the path rise as if it had been evictable a moment ago.
@@ -343,7 +360,7 @@ class PrefixTree:
         self.priority[upper] = self.priority[node]
         if node in self.expiry:
             self.expiry[upper] = self.expiry[node]
-        self.evictor.split(upper, node)
+        self.evictor.split(upper, node, at)
         return upper
 
     def remove(self, node: int) -> list[int]:
@@ -354,6 +371,8 @@ class PrefixTree:
         extents = self.extents(node)
         length = self.length[node]
         key = self.keys[node]
+        if self.learns:
+            self.evictor.forget(node, parent, self.place(parent, key, 0))
         self.evictor.discard(node)
         self._unlink(parent, key[: self._unit_bytes])
         self.tokens -= length
@@ -376,8 +395,11 @@ class PrefixTree:
         """Takes the last `tokens` tokens (fewer than all) off an unheld leaf; returns their slots."""
         length = self.length[node] - tokens
         assert length > 0
-        self.keys[node] = self.keys[node][: 4 * length]
+        key = self.keys[node]
+        self.keys[node] = key[: 4 * length]
         self.length[node] = length
+        if self.learns:
+            self.evictor.trimmed(node, length, self.place(node, key, 4 * length))
         self.tokens -= tokens
         self.evictable -= tokens
         slot = self.slot[node]
