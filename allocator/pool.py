@@ -50,6 +50,7 @@ HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
 HOLES_EACH = 2  # most holes that one new piece begins in: each costs an extent
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
+SCATTER_SHIFT = 6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -72,6 +73,7 @@ class Pool:
         self.quantum = -(-quantum // self.unit) * self.unit
         self.watermark = int(self.usable * config.watermark)
         self.ledger = Ledger(self.slots, self.padding)
+        self.headroom = int(self.usable * config.headroom) // self.quantum
         self.cell = self.quantum  # growth and placement go by the same measure; holes are what falls short of it
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
@@ -1329,86 +1331,65 @@ class Pool:
         return filled
 
     def _cells(self, cells: int, kind: int, group: int, now: float) -> list[int]:
-        """Takes `cells` whole cells, evicting what is missing, as flat extents; [] and nothing taken when they are not to be had.
+        """Takes `cells` whole cells as flat extents; [] and nothing taken when they are not to be had.
 
-        What victims leave is handed on without passing through the free runs: of a pool that is full, as a serving pool
-        always is, all memory comes that way, and its pieces need no look-up, only sorting.
+        Evicts where that would leave fewer cells free than the headroom, but at most twice what is taken, so that no
+        single request pays for a headroom that was used up.
         """
         runs = self.runs
-        missing = cells - runs.cells_free
-        if missing <= 0:
-            return runs.take_cells(cells, kind, group)
-        cell = self.cell
-        tree = self.tree
-        evictor = tree.evictor
-        evictor.clock(now)
-        left: list[int] = []
-        gained = 0
-        # Leaves too short to hold a cell may never make one: past this the caller takes loose slots instead.
-        most = self.evicted_tokens + (missing + 1) * cell
-        while gained < missing:
-            node = evictor.oldest()
-            if not node or self.evicted_tokens >= most:
-                break
-            pieces, found = self._evict_leaf(node, missing - gained)
-            left += pieces
-            gained += found
-        if gained < missing or self.admission.window is not None:
-            self._release(left, sum(left[1::2]), FREE)
-            return runs.take_cells(cells, kind, group) if cells <= runs.cells_free else []
-        own = runs.take_cells(cells - missing, kind, group) if cells > missing else []
-        if len(left) > 2:
-            left = _sorted(left)
-        give = runs.give
-        for i in range(0, len(left), 2):
-            slot, end = left[i], left[i] + left[i + 1]
-            first = slot + -slot % cell
-            last = end - end % cell
-            if last - first > missing * cell:
-                last = first + missing * cell
-            if last <= first:
-                give(slot, end - slot)
-                continue
-            own.append(first)
-            own.append(last - first)
-            missing -= (last - first) // cell
-            if slot < first:
-                give(slot, first - slot)
-            if last < end:
-                give(last, end - last)
-        return own
+        goal = cells + self.headroom
+        if goal > runs.cells_free and self.tree.evictable:
+            self._evict_cells(min(goal, max(cells, runs.cells_free + 2 * cells)), now)
+        return runs.take_cells(cells, kind, group) if cells <= runs.cells_free else []
 
-    def _evict_leaf(self, node: int, missing: int) -> tuple[list[int], int]:
-        """Evicts a leaf, or of a large one the tail that has `missing` whole cells; returns the slots and their whole cells."""
+    def _evict_cells(self, goal: int, now: float) -> None:
+        """Evicts until `goal` whole cells are free, or so many slots are that their being scattered is to blame.
+
+        Leaves go whole, since a cut leaves two pieces where one was; only one that is larger than what is missing and
+        the headroom together loses but its tail, at the start of a cell.
+        """
+        tree, runs, cell = self.tree, self.runs, self.cell
+        evictor, lengths = tree.evictor, tree.length
+        evictor.clock(now)
+        short = 2 * self.block_size
+        most = goal * cell + (self.usable >> SCATTER_SHIFT)
+        while runs.cells_free < goal and runs.total < most:
+            node = evictor.oldest()
+            if not node:
+                return
+            length = lengths[node]
+            if length < short:
+                node = self._emptying(node)
+                length = lengths[node]
+            missing = goal - runs.cells_free
+            if length > (missing + self.headroom) * cell:
+                cut = self._tail_of_cells(node, missing)
+            else:
+                cut = length
+            if cut < length:
+                extents = tree.trim_tail(node, cut)
+                length = cut
+            else:
+                extents = tree.remove(node)
+            self._release(extents, length, CACHED)
+            self.evicted_tokens += length
+
+    def _tail_of_cells(self, node: int, cells: int) -> int:
+        """How many tokens the shortest tail of a leaf has that contains `cells` whole cells; at most all."""
         tree, cell = self.tree, self.cell
-        length = tree.length[node]
-        if length < 2 * self.block_size:
-            node = self._emptying(node)
-            length = tree.length[node]
-        slot = tree.slot[node]
-        extents = [slot, length] if slot >= 0 else tree.scattered[node]
-        cut = found = 0
+        extents = tree.extents(node)
+        tail = found = 0
         for i in range(len(extents) - 2, -1, -2):
             slot, n = extents[i], extents[i + 1]
             end = (slot + n) // cell
-            cells = end + -slot // cell
-            if cells >= missing - found:
-                start = (end - missing + found) * cell
-                cut += slot + n - start
-                found = missing
+            whole = end + -slot // cell
+            if whole >= cells - found:
+                tail += slot + n - (end - cells + found) * cell
                 break
-            if cells > 0:
-                found += cells
-            cut += n
-        cut += -cut % self.unit
-        if cut < length:
-            extents = tree.trim_tail(node, cut)
-        else:
-            cut = length
-            extents = tree.remove(node)
-        self.evicted_tokens += cut
-        self.ledger.shift_all(extents, cut, CACHED, FREE)
-        return extents, found
+            if whole > 0:
+                found += whole
+            tail += n
+        return tail + -tail % self.unit
 
     def _emptying(self, oldest: int) -> int:
         """Of the oldest few leaves the first whose death empties a block, else the oldest."""
@@ -1563,20 +1544,6 @@ def _join(extents: list[int], more: list[int]) -> None:
         extents += more
 
 
-def _sorted(extents: list[int]) -> list[int]:
-    """Flat extents in order of slot, neighbours joined."""
-    out: list[int] = []
-    end = -1
-    for slot, n in sorted(zip(extents[::2], extents[1::2], strict=True)):
-        if slot == end:
-            out[-1] += n
-        else:
-            out.append(slot)
-            out.append(n)
-        end = slot + n
-    return out
-
-
 def _table_of(sequence: Sequence, piece: Range) -> list[Range]:
     """The list that holds `piece`: the sequence's own ranges, or the copy sources it keeps."""
     for own in sequence.own:
@@ -1597,6 +1564,8 @@ def _check_config(config: PoolConfig) -> None:
             f"{config.blocks} blocks of {config.block_size} are {config.blocks * config.block_size} slots; "
             f"kernels address fewer than 2^31: use at most {MAX_SLOTS // config.block_size} blocks"
         )
+    if not 0 <= config.headroom < 1:
+        raise BadRequest(f"headroom {config.headroom} is not in 0..1")
     if not 0 <= config.watermark < 1:
         raise BadRequest(f"watermark {config.watermark} is not in 0..1")
     if config.quantum < 0 or config.quantum > MAX_BLOCK_SIZE:

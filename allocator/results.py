@@ -21,6 +21,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     opaque: bool = False  # only bytes per block are known: match, split, insert and evict at multiples of block_size
     windowed: bool = False  # every layer has a sliding window, so the front of a sequence may be trimmed
     watermark: float = 0.02  # share of `usable` kept back from new requests
+    headroom: float = 0.003  # share of `usable` that eviction keeps free, so that what is freed meets its neighbours
     eviction: str = "lru"
     quantum: int = 0  # slots of a growth run; 0: 32 tokens or a block, whichever is smaller
     fence_patience: float = 0.05  # how long memory that is coming free holds eviction back
