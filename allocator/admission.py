@@ -48,6 +48,7 @@ class Ticket(msgspec.Struct, gc=False, eq=False):
     sequence: Sequence | None = None  # of a growth ticket
     contiguous: bool = False
     ready: float = -1.0  # when Ready was pushed
+    taken: int = 0  # tokens of its hit that could be evicted while it waits: others leave them, too
     awaits: int = 0  # the sequence whose commit it waits for; then it holds nothing back
 
 
@@ -89,8 +90,19 @@ class Admission:
 
     # -- new requests ------------------------------------------------------------------------------------------
 
-    def admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:
-        """None when the request may take `need` slots now (evicting what is missing), else the refusal."""
+    def admit(
+        self, session: Session, need: int, taken: int, now: float, ticket: int, contiguous: bool
+    ) -> Later | None:
+        """None when the request may take `need` slots now (evicting what is missing), else the refusal.
+
+        Its hit is held already; `taken` of those tokens could have been evicted before.
+        """
+        later = self._admit(session, need, now, ticket, contiguous)
+        if later is not None and later.ticket in self.waiting:
+            self.waiting[later.ticket].taken = taken
+        return later
+
+    def _admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:
         pool = self.pool
         mine = self._mine(session, ticket)
         if any(deadline < now for deadline in session.owes.values()):
@@ -104,6 +116,8 @@ class Admission:
         watermark = self._for_growth()
         held = self._held(mine) + watermark
         coming = self.coming_free()
+        if need + held > free + evictable and pool.tighten():
+            evictable = pool.tree.evictable
         if need + held > free + evictable:
             if need + watermark <= free + evictable:
                 reason = Reason.TURN
@@ -115,10 +129,11 @@ class Admission:
         patience = pool.config.fence_patience
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
             return self.refuse(session, need, now, ticket, Reason.FENCED, contiguous=contiguous)
+        if own_window is not None and own_window.stop - own_window.start != need:
+            self.drop_window()  # the request needs more or less than then, its hit being another
+            own_window = None
         if contiguous and pool.runs.longest() < need:
             if own_window is None or own_window.held < need:
-                if own_window is not None and own_window.stop - own_window.start < need:
-                    self.drop_window()  # the request has grown since, its hit having shrunk
                 later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
                 mine = self.waiting[later.ticket]
                 self._clear(mine, now)
@@ -224,7 +239,7 @@ class Admission:
             oldest = next((t for t in self.waiting.values() if _within_quota(t)), None)
             if oldest is not None and oldest is not mine:
                 window = self.window
-                held += oldest.need - (window.held if window is not None and window.ticket is oldest else 0)
+                held += oldest.need + oldest.taken - (window.held if window is not None and window.ticket is oldest else 0)
         return held
 
     def _growth_held(self, before: int) -> int:
@@ -248,6 +263,8 @@ class Admission:
         older = self._growth_held(sequence.handle) if self.growth else 0
         if self.window is not None and need + older > pool.runs.total + pool.tree.evictable:
             self.drop_window()  # growth comes first; the window's ticket keeps its age
+        if need + older > pool.runs.total + pool.tree.evictable:
+            pool.tighten()
         free, evictable = pool.runs.total, pool.tree.evictable
         coming = self.coming_free()
         if need + older > free + evictable:
@@ -387,7 +404,7 @@ class Admission:
         for ticket in self.waiting.values():
             # Only the head of the queue, but for those who wait for their own quota or own window.
             reserved = self.window.held if self.window is not None and self.window.ticket is ticket else 0
-            fits = ticket.need + self._for_growth() <= free + evictable + reserved
+            fits = ticket.need + ticket.taken + self._for_growth() <= free + evictable + reserved
             fits = fits and _within_quota(ticket)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)

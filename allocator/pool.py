@@ -336,6 +336,7 @@ class Pool:
         if n > limit:
             return Never(n, limit)
         node = path[-1] if path else root
+        evictable = tree.evictable
         tree.hold(node)
         need = n - hit
         spare = self.runs.total + tree.evictable - need
@@ -350,14 +351,18 @@ class Pool:
             or contiguous
             or ticket
         ):
+            if path and hit < tree.depth[node] + tree.length[node]:
+                node = path[-1] = self._hold_less(node, hit)
+                spare = self.runs.total + tree.evictable - need
             try:
-                later = self.admission.admit(session, need, now, ticket, contiguous)
+                later = self.admission.admit(session, need, evictable - tree.evictable, now, ticket, contiguous)
             except Refusal:
                 tree.unhold(node, tree.tick[node])
                 raise
             if later is not None:
                 tree.unhold(node, tree.tick[node])
                 return later
+            path = tree.path_to(node)  # to make room, nodes on it may have been split
             if contiguous or spare < 2 * self.quantum + self.admission.held_back() or session.charged + want > session.quota:
                 want = need
         own = self._place(need, want != need, contiguous, path, hit, root, now)
@@ -410,6 +415,42 @@ class Pool:
                         self._evict(least - runs.total, now)
                     own += runs.take(least, FRESH, root)
         return own
+
+    def _hold_less(self, node: int, end: int) -> int:
+        """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted."""
+        tree = self.tree
+        if tree.flags[node] & MOVING_FLAG:
+            self.moves.abandon_node(node)
+        at = end - tree.depth[node]
+        upper = tree.split(node, at + -at % self.unit)
+        tree.hold(upper)
+        tree.unhold(node, tree.tick[node])
+        return upper
+
+    def tighten(self) -> bool:
+        """Gives back what sequences hold beyond their hits; true when more can be evicted now.
+
+        A lease is taken on whole nodes, which costs nothing while memory is plenty.  When it is short a hit of four
+        tokens must not keep the thousands behind it.
+        """
+        tree = self.tree
+        depth, length = tree.depth, tree.length
+        before = tree.evictable
+        for sequence in self.sequences.values():
+            node, base = sequence.node, sequence.base
+            end = base + -base % self.unit
+            if depth[node] + length[node] <= end:
+                continue
+            while depth[node] >= base and tree.parent[node]:
+                node = tree.parent[node]
+            if depth[node] + length[node] <= end or tree.flags[node] & MOVING_FLAG:
+                tree.hold(node)
+            else:
+                node = tree.split(node, end - depth[node])
+                tree.hold(node)
+            tree.unhold(sequence.node, tree.tick[sequence.node])
+            sequence.node = node
+        return tree.evictable > before
 
     def _promise(self, root: int, tokens: bytes, path: list[int], hit: int) -> Sequence | None:
         """A running sequence that is computing at least `PROMISE_LEAST` of the tokens that follow this hit."""
@@ -506,6 +547,8 @@ class Pool:
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
+        if peel and want + peel > runs.total + self.tree.evictable:
+            peel = 0  # a copy is a convenience; linking new slots costs no memory
         if not tokens and want > runs.total + self.tree.evictable:
             # Less than a run is better than a refusal while there is anything to be had.
             want = max(1, runs.total + self.tree.evictable - peel)
@@ -1142,12 +1185,15 @@ class Pool:
             tree.path_extents(path, hit, extents)
             source = extents[-2] + extents[-1] - part
         node = path[-1] if path else root
+        evictable = tree.evictable
         tree.hold(node)
         need = pages - hit + part
+        if path and hit < tree.depth[node] + tree.length[node]:
+            node = path[-1] = self._hold_less(node, hit)
         mine = self.admission.waiting.get(ticket)
         own: list[int] = []
         try:
-            later = self.admission.admit(session, need, now, ticket, False)
+            later = self.admission.admit(session, need, evictable - tree.evictable, now, ticket, False)
         except Refusal:
             tree.unhold(node, tree.tick[node])
             raise
@@ -1163,6 +1209,7 @@ class Pool:
         copies = []
         if part:
             copies.append(Copy(source, own[0], part))
+        path = tree.path_to(node)  # to make room, nodes on it may have been split
         answer = self._start(session, root, node, tokens, path, hit, own, priority, part)
         if part:
             sequence = self.sequences[answer.sequence]
@@ -1231,6 +1278,8 @@ class Pool:
         """Takes `need` slots in whole pages, evicting what that takes; [] and nothing evicted where it cannot be had."""
         tree, runs = self.tree, self.runs
         own = runs.take_pages(need, page) if need <= runs.total else []
+        if not own:
+            self.tighten()
         if own or whole_pages(self, page) * page < need:
             return own
         while not own and tree.evictable:
