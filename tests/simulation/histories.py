@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from .driver import Driver
+from .liveness import Load
 
 
 def chaos(seed: int, say: Callable[[str], None] | None = None) -> Counter[str]:
@@ -13,4 +14,9 @@ def chaos(seed: int, say: Callable[[str], None] | None = None) -> Counter[str]:
     return Driver(seed, say=say).run().tally
 
 
-KINDS: dict[str, Callable[..., Counter[str]]] = {"chaos": chaos}
+def load(seed: int, say: Callable[[str], None] | None = None) -> Counter[str]:
+    """More than the pool bears; everybody gets through."""
+    return Load(seed, say=say).run().tally
+
+
+KINDS: dict[str, Callable[..., Counter[str]]] = {"chaos": chaos, "load": load}
