@@ -10,12 +10,13 @@ append (`chain`).  This module only translates; all rules are the core's.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import ClassVar, Final
 
 import numpy as np
 
 from kvslot.allocator import Admitted as Ok
-from kvslot.allocator import BadRequest, Grown, Never, Pool, PoolConfig, Reason, Session, Space
+from kvslot.allocator import BadRequest, EndedHandle, Grown, Never, Pool, PoolConfig, Reason, Session, Space
 from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
 from kvslot.replay.policies.sequences import check_config, prompt_length, unknown
@@ -64,7 +65,8 @@ class SlottedPolicy:
         if ticket:
             if refused != request:
                 # The line moved on without it (dropped, or a preempted one came first): give its place up.
-                pool.admission.withdraw(asked, ticket)
+                with suppress(EndedHandle):  # its grace may have run out
+                    pool.admission.withdraw(asked, ticket)
                 ticket = 0
             self._refused = (0, 0, session)
         answer = pool.allocate(session, self._root, tokens, now=now, ticket=ticket, wait_for_commit=True)
