@@ -141,6 +141,7 @@ class Pool:
             if group.group is None:
                 group.group = Group()
                 group.group.members.append(group)
+                group.group.completed = group.completed
             session.group = group.group
             session.group.members.append(session)
             # A member that has not stepped holds no fence back until it submits.
@@ -173,10 +174,14 @@ class Pool:
         """Ends a session in good order (all steps completed, nothing mapped): everything goes back at once."""
         if session.life == Life.ENDED:
             raise EndedHandle("the session has ended")
+        if session.life:
+            raise OutOfTurn("the session is not live: it is resumed, or proven gone")
+        if session.passed() < session.submitted:
+            raise OutOfTurn(f"step {session.submitted} was submitted, and not all processes have completed it")
         session.life = Life.GONE
         self._start_sweep(session)
-        while self._sweeping:
-            self.sweep(1 << 30)
+        while session in self._sweeping:
+            self._wipe(session, 1 << 30)
 
     def lose(self, session: Session) -> None:
         """The connection ended without Bye: slots are quarantined (by `sweep`), leases stay."""
@@ -1300,14 +1305,14 @@ class Pool:
         kept = tree.match(root, tokens, path)
         if not kept:
             return 0, 0
+        limit = int(self.usable * self.config.pin_share)
+        if self.pinned + kept > limit:
+            raise BadRequest(f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}")
         node = path[-1]
         if kept < tree.depth[node] + tree.length[node]:
             if tree.flags[node] & MOVING_FLAG:
                 self.moves.abandon_node(node)
             node = tree.split(node, kept - tree.depth[node])
-        limit = int(self.usable * self.config.pin_share)
-        if self.pinned + kept > limit:
-            raise BadRequest(f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}")
         tree.hold(node)
         tree.flags[node] |= PINNED_FLAG
         handle = self._handle()
