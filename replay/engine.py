@@ -53,7 +53,7 @@ from kvslot.replay import policies as registry
 from kvslot.replay.bounds import Written, Yardstick
 from kvslot.replay.clairvoyant import Clairvoyant
 from kvslot.replay.metrics import Row, Run
-from kvslot.replay.policies._base import Admitted, Policy, PolicyConfig, Refused
+from kvslot.replay.policies._base import Admitted, Gauges, Policy, PolicyConfig, Refused
 from kvslot.replay.recorder import Recorder, add_counters, add_gauges, room, rows, series
 from kvslot.replay.traces import Expander, Trace
 
@@ -136,6 +136,7 @@ class _Job:
         "ask_at",
         "attempt",
         "base",
+        "fresh",
         "capacity",
         "cpu_ns",
         "engine",
@@ -171,6 +172,8 @@ class _Job:
         self.running = False
         self.base: float | None = None
         """When the present attempt's prompt was written: decoding counts from here.  None: not yet."""
+        self.fresh = 0
+        """Prompt tokens being computed, until they are written."""
         self.length = 0
         self.ask_at = 0
         self.capacity = 0
@@ -181,7 +184,7 @@ class _Job:
 class _Pool:
     """One policy instance and the line before it."""
 
-    __slots__ = ("awaiting", "blocked", "policy", "queue", "running")
+    __slots__ = ("awaiting", "blocked", "policy", "prefilling", "queue", "running")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -191,6 +194,20 @@ class _Pool:
         """The head of the line was refused, and nothing has finished since."""
         self.awaiting = False
         """It was refused because its prefix is being computed: a prompt that is written ends that, too."""
+        self.prefilling = 0
+        """Prompt tokens whose slots are taken and that are being computed."""
+
+    def gauges(self) -> Gauges:
+        """The policy's, with prompts counted as held from admission on.
+
+        Their slots are spoken for, unlike the room that sequences have to grow into; without this `reserved_pct` would
+        be about prefill times."""
+        gauges, n = self.policy.gauges(), self.prefilling
+        if not n:
+            return gauges
+        return gauges._replace(
+            reserved=gauges.reserved - n, private=gauges.private + n, tokens_held=gauges.tokens_held + n
+        )
 
 
 class _Round:
@@ -312,7 +329,7 @@ class _Engine:
         assert sampler is not None
         sampler.reading(
             until,
-            add_gauges([pool.policy.gauges() for pool in self.pools]),
+            add_gauges([pool.gauges() for pool in self.pools]),
             add_counters([pool.policy.counters() for pool in self.pools]),
             self.recorder.totals(),
         )
@@ -459,6 +476,8 @@ class _Engine:
         self._check_admitted(pool, job, answer)
         job.running = True
         job.base = None
+        job.fresh = job.prompt - answer.hit
+        pool.prefilling += job.fresh
         pool.running += 1
         self.running += 1
         recorder.alloc_at.append(now)
@@ -513,9 +532,9 @@ class _Engine:
     def _judge(self, pool: _Pool, needed: int, now: float) -> None:
         """Was the refusal a pseudo-OOM, and had another engine's pool what was needed?"""
         watermark = self.config.watermark
-        if room(pool.policy.gauges(), watermark) >= needed:
+        if room(pool.gauges(), watermark) >= needed:
             self.recorder.pseudo_oom_at.append(now)
-        if any(each is not pool and room(each.policy.gauges(), watermark) >= needed for each in self.pools):
+        if any(each is not pool and room(each.gauges(), watermark) >= needed for each in self.pools):
             self.recorder.elsewhere_at.append(now)
 
     def _distinct_live(self, now: float) -> int:
@@ -552,6 +571,8 @@ class _Engine:
         began = clock()
         job.pool.policy.prefilled(job.number, now)
         job.cpu_ns += clock() - began
+        job.pool.prefilling -= job.fresh
+        job.fresh = 0
         self.written.write(job.request, job.prompt, job.round)
         if job.pool.awaiting:
             job.pool.blocked = job.pool.awaiting = False
@@ -609,6 +630,8 @@ class _Engine:
         began = time.perf_counter_ns()
         job.pool.policy.abort(job.number, now)
         job.grow_ns += time.perf_counter_ns() - began
+        job.pool.prefilling -= job.fresh
+        job.fresh = 0
         job.attempt += 1
         job.running = False
         job.pool.running -= 1

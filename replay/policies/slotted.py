@@ -48,6 +48,10 @@ class SlottedPolicy:
         self._live: dict[int, tuple[Session, int, int]] = {}
         self._requests: dict[int, int] = {}
         """Sequence -> request."""
+        self._computing: dict[int, int] = {}
+        """Sequence -> prompt tokens that are being computed; the core counts them as held from the start."""
+        self._unwritten = 0
+        """The sum of those."""
         self._ahead = self.pool.quantum - self.pool.quantum // 2
         """How far into its last run a sequence is when it asks for the next."""
         self._refused = (0, 0, self._sessions[0])
@@ -74,6 +78,8 @@ class SlottedPolicy:
             handle = answer.sequence
             self._live[request] = (session, handle, length)
             self._requests[handle] = request
+            self._computing[handle] = length - answer.hit
+            self._unwritten += length - answer.hit
             capacity = answer.capacity
             return Admitted(answer.hit, capacity, self._ask_at(length, capacity))
         if isinstance(answer, Never):
@@ -87,6 +93,7 @@ class SlottedPolicy:
     def prefilled(self, request: int, now: float) -> None:
         session, handle, length = self._get(request)
         self.pool.commit(session, handle, length)
+        self._unwritten -= self._computing.pop(handle)
 
     def grow(self, request: int, length: int, now: float) -> Room | None:
         session, handle, _ = self._get(request)
@@ -113,6 +120,7 @@ class SlottedPolicy:
     def _release(self, request: int, session: Session, handle: int, now: float) -> None:
         self.pool.free(session, handle, now=now)
         del self._live[request], self._requests[handle]
+        self._unwritten -= self._computing.pop(handle, 0)
         self.pool.pushes.clear()  # the engine reads none: it asks again by itself, and names its victims by `victim`
 
     def _get(self, request: int) -> tuple[Session, int, int]:
@@ -132,13 +140,14 @@ class SlottedPolicy:
     def gauges(self) -> Gauges:
         pool = self.pool
         counts = pool.ledger.counts
+        unwritten = pool.unwritten + self._unwritten
         return Gauges(
             usable=pool.usable,
             blocks_in_use_slots=pool.usable - pool.runs.blocks_free * pool.block_size,
-            tokens_held=counts[CACHED] + counts[PRIVATE] - pool.unwritten - pool.duplicates - pool.peeled,
-            private=counts[PRIVATE] - pool.unwritten,
+            tokens_held=counts[CACHED] + counts[PRIVATE] - unwritten - pool.duplicates - pool.peeled,
+            private=counts[PRIVATE] - unwritten,
             cached=counts[CACHED],
-            reserved=pool.unwritten,
+            reserved=unwritten,
             duplicates=pool.duplicates,
             peeled=pool.peeled,
             fenced=counts[FENCED],
