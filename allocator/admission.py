@@ -293,7 +293,7 @@ class Admission:
             return Never(sequence.capacity + need, limit)
         self.refuse(session, need, now, ticket, reason, sequence)
         self._escalate(scope, now)
-        if self._stuck(scope, now) and self._stalled_sessions(now):
+        if self._stuck(scope, sequence, now) and self._stalled_sessions(now):
             reason = Reason.STALLED
         return self.refuse(session, need, now, ticket, reason, sequence)
 
@@ -338,10 +338,12 @@ class Admission:
         victim.session.owes[victim.handle] = deadline
         pool.pushes.append(Preempt(victim.session.handle, victim.handle, deadline))
 
-    def _stuck(self, scope: list[Sequence], now: float) -> bool:
-        """Whether all but the oldest of the scope are past their deadline, stalled or lost."""
+    def _stuck(self, scope: list[Sequence], sequence: Sequence, now: float) -> bool:
+        """Whether all others of the scope are past their deadline, stalled or lost."""
         return all(
-            self.named.get(s.handle, now) < now or s.session.stalled or s.session.life != Life.LIVE for s in scope[1:]
+            self.named.get(s.handle, now) < now or s.session.stalled or s.session.life != Life.LIVE
+            for s in scope
+            if s is not sequence
         )
 
     def _stalled_sessions(self, now: float) -> list[int]:
