@@ -75,6 +75,7 @@ class Pool:
         self.ledger = Ledger(self.slots, self.padding)
         self.headroom = int(self.usable * config.headroom) // self.quantum
         self.cell = self.quantum  # growth and placement go by the same measure; holes are what falls short of it
+        self.holes_from = HOLES_FROM if config.fill_holes else 0
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
         self.tree = PrefixTree(self.evictor, self.unit)
@@ -1375,7 +1376,7 @@ class Pool:
         """
         runs = self.runs
         filled = 0
-        while holes and (runs.total - runs.cells_free * self.cell) * HOLES_FROM > self.usable - runs.total:
+        while holes and (runs.total - runs.cells_free * self.cell) * self.holes_from > self.usable - runs.total:
             size = runs.hole_length(most - filled)
             if size < HOLE_LEAST:
                 break

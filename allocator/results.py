@@ -31,6 +31,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     pin_share: float = 0.5  # most of `usable` that pins may keep
     peel_max: int = 64  # most tokens copied to keep a tail contiguous
     append: str = "chain"  # or "peel"; a session may choose otherwise
+    fill_holes: bool = True  # new pieces begin in holes where those have become many; False: no piece is split for one
 
 
 class Space(msgspec.Struct, frozen=True):

@@ -75,6 +75,9 @@ def add(subparsers: _common.Subparsers) -> None:
     what.add_argument(
         "--watermark", type=_share, default=0.02, metavar="F", help="held back from new requests (0.02)"
     )
+    what.add_argument(
+        "--unsplit", action="store_true", help="slotted never splits a piece to fill a hole, for comparison"
+    )
     what.add_argument("--engines", type=_count, default=1, metavar="N", help="engines that take requests (1)")
     what.add_argument(
         "--routing", choices=("sticky", "random"), default="sticky", help="who takes a request (sticky)"
@@ -285,6 +288,7 @@ def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
         engines=arguments.engines,
         routing=arguments.routing,
         eviction=arguments.eviction,
+        fill_holes=not arguments.unsplit,
         watermark=arguments.watermark,
         prefill_us=arguments.prefill_us,
         decode_ms=arguments.decode_ms,
@@ -316,6 +320,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
         "engines",
         "routing",
         "eviction",
+        "unsplit",
         "watermark",
         "prefill_us",
         "decode_ms",

@@ -96,6 +96,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     ramp_s: float | None = None
     """Closed loop: seconds until all `live` may run; None: a mean request's time; 0: all at once."""
     seed: int = 0
+    fill_holes: bool = True
+    """`slotted` only; False: no piece is ever split to fill a hole."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -714,6 +716,7 @@ def replay(
                 watermark=config.watermark,
                 max_length=trace.max_length,
                 engine_count=config.engines if count == 1 else 1,
+                fill_holes=config.fill_holes,
             ),
         )
         for _ in range(count)

@@ -41,6 +41,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest prompt + output of the trace: what `contiguous` sets aside for each sequence.  0: not known."""
     engine_count: int = 1
     """Engines that share this instance; `admit`'s `engine` is below it."""
+    fill_holes: bool = True
+    """`slotted` only: False tells the core never to split a piece to fill a hole, the measure that splitting is
+    judged by.  The others never split that way."""
 
 
 class Admitted(NamedTuple):

@@ -39,6 +39,7 @@ class SlottedPolicy:
                     block_size=config.block_size,
                     watermark=config.watermark,
                     eviction=config.eviction,
+                    fill_holes=config.fill_holes,
                 )
             )
         except BadRequest as error:
