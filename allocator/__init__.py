@@ -2,6 +2,7 @@
 
 from kvslot.allocator.audit import audit
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
+from kvslot.allocator.eviction import EVICTIONS
 from kvslot.allocator.moves import Move
 from kvslot.allocator.pool import Pool
 from kvslot.allocator.results import (
@@ -29,6 +30,7 @@ from kvslot.allocator.sessions import Life, Session
 from kvslot.allocator.slots import Journal, State
 
 __all__ = [
+    "EVICTIONS",
     "UNLIMITED",
     "Abandoned",
     "Admitted",

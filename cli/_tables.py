@@ -127,8 +127,11 @@ def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False
 def _table(rows: list[Row], *, both: bool) -> Table:
     table = Table()
     table.add_column("", no_wrap=True)
+    mixed = len({row.eviction for row in rows}) > 1
     for row in rows:
         name = f"{row.policy}\n{row.sharing}" if both else row.policy
+        if mixed:
+            name += f"\n{row.eviction}"
         table.add_column(name, justify="right", no_wrap=True, style="bold" if row.policy == "slotted" else "")
     for name, value in LINES:
         cells = [value(row) for row in rows]

@@ -19,9 +19,11 @@ from kvslot.allocator.eviction.protocol import Evictor
 from kvslot.allocator.eviction.s3fifo import S3Fifo
 from kvslot.allocator.eviction.tiers import Tiers
 
-__all__ = ["POLICIES", "Evictor", "Gaps", "Ghosts", "Lru", "S3Fifo", "Tiers", "make"]
+__all__ = ["EVICTIONS", "POLICIES", "Evictor", "Gaps", "Ghosts", "Lru", "S3Fifo", "Tiers", "make"]
 
 POLICIES: dict[str, Callable[[], Evictor]] = {"lru": Lru, "s3fifo": S3Fifo, "gaps": Gaps}
+EVICTIONS: tuple[str, ...] = tuple(POLICIES)
+"""Names of the policies, the default first."""
 
 
 def make(name: str) -> Evictor:

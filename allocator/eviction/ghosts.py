@@ -2,8 +2,8 @@
 
     keys, values    a ring of `most` entries, overwritten in turn        where    key -> entry
 
-`len(where) <= most` always, so a table takes a fixed number of bytes for ever.  Keys are hashes: a ghost may lie, and so
-may only guide a choice of victims, never vouch for content.
+`len(where) <= most` always, so a table takes a fixed number of bytes for ever.  Keys are hashes: a ghost may lie, and
+so may only guide a choice of victims, never vouch for content.
 """
 
 from __future__ import annotations

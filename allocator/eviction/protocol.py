@@ -32,7 +32,7 @@ class Evictor(Protocol):
         """`node`, of `length` tokens, became an evictable leaf because its last hold ended."""
 
     def exposed(self, node: int, length: int, used_alone: bool) -> None:
-        """`node` became an evictable leaf because its last child was evicted; `used_alone`: it was used since that child."""
+        """`node` became an evictable leaf as its last child was evicted; `used_alone`: it was used since that child."""
 
     def discard(self, node: int) -> None:
         """`node` is no evictable leaf any more, if it was one: held, given a child, or removed."""
@@ -60,8 +60,8 @@ class Evictor(Protocol):
     def reuse(self, node: int, whole: bool, ghost: int) -> int:
         """A sequence was admitted, of whose prompt `node` (0: nothing) is the deepest that is cached.
 
-        `whole`: down to its last token.  `ghost`: the place where the cached part stops (`PrefixTree.place`), 0 where it
-        stops within a node or with the prompt.  Returns the sequence's past, for `created`; 0 for one without.
+        `whole`: down to its last token.  `ghost`: the place where the cached part stops (`PrefixTree.place`), 0 where
+        it stops within a node or with the prompt.  Returns the sequence's past, for `created`; 0 for one without.
         """
 
     def created(self, node: int, parent: int, past: int, output: bool) -> None:
@@ -77,4 +77,4 @@ class Evictor(Protocol):
         """The tail of the leaf `node` is being evicted; `length` tokens stay; `ghost`: the place of the cut."""
 
     def forget(self, node: int, parent: int, ghost: int) -> None:
-        """The leaf `node` is being evicted, before `discard`; what stays ends with `parent`; `ghost`: the place of the cut."""
+        """The leaf `node` is being evicted, before its `discard`; what stays ends with `parent`; `ghost`: the cut."""

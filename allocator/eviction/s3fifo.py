@@ -1,13 +1,13 @@
 """S3-FIFO on the leaves of a prefix tree (Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache
 eviction", SOSP 2023).
 
-    small    new tails, a tenth of the tokens          uses > 1: goes to main      else evicted, and remembered as a ghost
-    main     the rest                                  uses > 0: round again       else evicted
-    ghosts   places evicted from small                 a prompt that stops at one: its session belongs to main
+    small    new tails, a tenth of the tokens      uses > 1: goes to main      else evicted, and remembered as a ghost
+    main     the rest                              uses > 0: round again       else evicted
+    ghosts   places evicted from small             a prompt that stops at one: its session belongs to main
 
 What the paper calls an object is here the cached tail of a session: a turn publishes a new leaf below the one that it
-went on from, and hands it that one's uses and queue.  Two departures, both forced by the tree: a leaf that is held is in
-no queue, so it comes back at the new end (the paper leaves it where it is); and a parent laid bare takes its child's
+went on from, and hands it that one's uses and queue.  Two departures, both forced by the tree: a leaf that is held is
+in no queue, so it comes back at the new end (the paper leaves it where it is); and a parent laid bare takes its child's
 place at the old end, as the rest of the same tail.
 
 A use pays for at most one move each, up to 3 per leaf, so `oldest` is O(1) amortised.  Two rings in flat columns:

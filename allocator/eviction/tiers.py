@@ -104,7 +104,8 @@ class Tiers:
         self._base.split(upper, lower, at)
 
     def bytes_used(self) -> int:
-        return self._base.bytes_used() + sum(tier.bytes_used() for tier in self._tiers.values()) + 200 * len(self._level)
+        tiers = sum(tier.bytes_used() for tier in self._tiers.values())
+        return self._base.bytes_used() + tiers + 200 * len(self._level)
 
     # -- history: the base's, whatever the priority ---------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import cast
 
+from kvslot.allocator import EVICTIONS
 from kvslot.replay.policies._base import (
     Admitted,
     Counters,
@@ -31,6 +32,7 @@ __all__ = [
     "Room",
     "UnknownPolicy",
     "available",
+    "evictions",
     "make",
     "register",
     "unregister",
@@ -60,6 +62,11 @@ def unregister(name: str) -> None:
 def available(name: str) -> bool:
     """Whether this installation has the policy."""
     return name in _registered or (name in NAMES and find_spec(f"kvslot.replay.policies.{name}") is not None)
+
+
+def evictions(name: str) -> tuple[str, ...]:
+    """The orders of eviction that the policy called `name` offers, its default first."""
+    return EVICTIONS if name == "slotted" else EVICTIONS[:1]
 
 
 def make(name: str, config: PolicyConfig) -> Policy:

@@ -34,7 +34,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Slots in a block, 1 or more."""
     eviction: str = "lru"
-    """Order of eviction: "lru" or "s3fifo"; a policy that lacks one refuses it with ValueError."""
+    """Order of eviction: "lru", "s3fifo" or "gaps"; a policy that lacks one refuses it with ValueError."""
     watermark: float = 0.02
     """Share of the usable slots held back from new requests while something runs."""
     max_length: int = 0

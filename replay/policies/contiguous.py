@@ -45,7 +45,7 @@ class ContiguousPolicy:
     name: ClassVar[str] = "contiguous"
 
     def __init__(self, config: PolicyConfig) -> None:
-        check_config(config, evictions=("lru", "s3fifo"))  # either way nothing is evicted
+        check_config(config)
         if config.max_length < 1:
             raise ValueError("contiguous sets max_length slots aside for each sequence: it must be given")
         self._usable = config.pool_tokens

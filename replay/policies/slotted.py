@@ -15,8 +15,19 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from kvslot.allocator import (
+    EVICTIONS,
+    BadRequest,
+    EndedHandle,
+    Grown,
+    Never,
+    Pool,
+    PoolConfig,
+    Reason,
+    Session,
+    Space,
+)
 from kvslot.allocator import Admitted as Ok
-from kvslot.allocator import BadRequest, EndedHandle, Grown, Never, Pool, PoolConfig, Reason, Session, Space
 from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
 from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
 from kvslot.replay.policies.sequences import check_config, prompt_length, unknown
@@ -30,7 +41,7 @@ class SlottedPolicy:
     name: ClassVar[str] = "slotted"
 
     def __init__(self, config: PolicyConfig) -> None:
-        check_config(config)
+        check_config(config, evictions=EVICTIONS)
         blocks = config.pool_tokens // config.block_size
         try:
             self.pool = Pool(

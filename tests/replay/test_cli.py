@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvslot import allocator
 from kvslot.cli import ctl
+from kvslot.cli.replay import EVICTIONS
 from kvslot.replay import Quantiles, Row, Spread
 
 from .tiny import Line, write
@@ -42,6 +44,24 @@ def test_the_table_has_a_column_a_policy_and_the_names_of_the_json(
         assert name in out
         assert name in Row.__struct_fields__
     assert "60 requests" in out
+
+
+def test_every_order_of_eviction_of_the_core_can_be_asked_for() -> None:
+    """The parser's choices are the names of the core's policies, in their order."""
+    assert EVICTIONS == allocator.EVICTIONS
+
+
+def test_policies_that_lack_an_order_of_eviction_keep_theirs(
+    trace_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for `gaps`, slotted evicts by it; the others stay with lru, say so, and their rows say so too."""
+    argv = ["replay", trace_file, "--policy", "all", "--eviction", "gaps", "--pool-tokens", "1000", "--json"]
+    assert ctl.main(argv) == 0
+    captured = capsys.readouterr()
+    assert "only lru" in captured.err
+    used = {row["policy"]: row["eviction"] for row in rows(captured.out)}
+    assert used.pop("slotted") == "gaps"
+    assert set(used.values()) == {"lru"}
 
 
 def test_json_on_stdout_is_nothing_but_json(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
