@@ -337,7 +337,11 @@ class Driver:
         return f"{engine.session.handle} {engine.stuck}"
 
     def pump(self) -> object:
-        self.world.pool.admission.pump(self.world.now)
+        pool, now = self.world.pool, self.world.now
+        pool.admission.pump(now)
+        grace = pool.config.ticket_grace
+        for ticket in (*pool.admission.waiting.values(), *pool.admission.growth.values()):
+            require(not 0 <= ticket.ready < now - grace, "a ticket outlives its grace")
         return False
 
     def withdraw(self) -> object:
@@ -381,6 +385,7 @@ class Driver:
                 lambda: pool.free(session, seq.handle, fence=engine.submitted + 1),
                 lambda: pool.trim(session, seq.handle, keep_to=seq.capacity + 1),
                 lambda: pool.trim(session, seq.handle, keep_to=1, fence=engine.submitted + 1),
+                lambda: pool.trim(session, seq.handle, keep_from=1 if not self.config.windowed else seq.capacity + 1),
                 lambda: pool.commit(session, seq.handle, seq.capacity + 1),
                 lambda: pool.commit(session, seq.handle, seq.told, b"abc"),
                 lambda: pool.fork(session, seq.handle, length=seq.capacity + 1),

@@ -34,11 +34,13 @@ from kvslot.allocator import (
     State,
     audit,
 )
+from kvslot.allocator.admission import Ticket
 from kvslot.daemon.device import Completion, Event, Geometry
 from kvslot.daemon.device.simulated import Schedule, SimulatedDevice
 
 MASK = (1 << 64) - 1
 FREE, PRIVATE, CACHED, FENCED, MOVING, RESERVED, QUARANTINED, PADDING = range(8)
+EXCESS_CELLS = 4
 ALLOWED = {
     (FREE, PRIVATE), (FREE, MOVING), (FREE, RESERVED), (FREE, FREE),
     (PRIVATE, CACHED), (PRIVATE, FENCED), (PRIVATE, FREE), (PRIVATE, RESERVED), (PRIVATE, QUARANTINED),
@@ -80,6 +82,10 @@ def expand(extents: list[int]) -> list[int]:
     return [
         slot for i in range(0, len(extents), 2) for slot in range(extents[i], extents[i] + extents[i + 1])
     ]
+
+
+def _within_quota(ticket: Ticket) -> bool:
+    return ticket.session.charged + ticket.need <= ticket.session.quota
 
 
 @dataclass(eq=False)
@@ -393,6 +399,11 @@ class World:
         limit = min(engine.session.quota, pool.usable) // page * page
         free, evicted = pool.runs.total, self.evicted
         window = pool.admission.window
+        idle = self._idle()
+        running = bool(pool.sequences)
+        oldest = next((t for t in pool.admission.waiting.values() if _within_quota(t)), None)
+        due = oldest.need if oldest is not None and oldest.handle != ticket else 0
+        held_before = ticket in pool.admission.waiting
         answer = pool.allocate(
             engine.session, root, pack(tokens), now=self.now, ticket=ticket, priority=priority, contiguous=contiguous
         )
@@ -403,18 +414,24 @@ class World:
             return answer
         if isinstance(answer, Later):
             require(contiguous or evicted == self.evicted, "evicted for a request that was refused")
+            require(not idle or page > 1 or contiguous, "LATER in an idle pool for", n, "of", limit, answer)
+            require(not held_before or answer.ticket == ticket, "ticket", ticket, "became", answer.ticket)
             self._figures(answer)
             self.tally[f"later {answer.reason}"] += 1
             return answer
         assert isinstance(answer, Admitted)
         self._handle(answer.sequence)
+        self._left_enough(engine, answer.capacity - n, running, due)
         require(answer.hit == expected, "hit", answer.hit, "where the twin has", expected)
         table = expand(answer.extents)
         require(len(table) == answer.capacity >= n, "capacity", answer.capacity, "extents", len(table))
         copied = sum(copy.length for copy in answer.copies)
         own = answer.capacity - answer.hit + copied
-        if page == 1 and window is None and not contiguous and self.evicted - evicted > max(0, own - free):
-            self.tally["evicted more than missing"] += self.evicted - evicted - max(0, own - free)
+        if page == 1 and window is None and not contiguous:
+            # Room is taken by whole cells; how much more than is missing may go for that is bounded.
+            excess = self.evicted - evicted - max(0, own - free)
+            require(excess < own + EXCESS_CELLS * pool.quantum, "evicted", excess, "more than", own, "needs")
+            self.tally["evicted beyond need"] += max(0, excess)
         if contiguous and page == 1:
             require(table[answer.hit :] == list(range(table[answer.hit], table[answer.hit] + own)), "not one run")
         front = self.cached_slots(values, answer.hit)[: answer.hit - copied]
@@ -430,6 +447,26 @@ class World:
         self.tally["admitted"] += 1
         self.tally["hit"] += answer.hit > 0
         return seq
+
+    def _idle(self) -> bool:
+        """Nothing runs, nothing is coming back, nobody waits: whatever fits must be let in."""
+        pool = self.pool
+        waiting = pool.admission.waiting or pool.admission.growth or pool.admission.window or pool.moves.tickets
+        held = any(s.fences or s.pins or s.owes or s.life for s in pool.sessions.values())
+        return not pool.sequences and not waiting and not held
+
+    def _left_enough(self, engine: Engine, room: int, running: bool, due: int) -> None:
+        """A new request, its growth room aside, has left what growth, the oldest ticket and the watermark are due."""
+        pool = self.pool
+        admission = pool.admission
+        require(not any(deadline < self.now for deadline in engine.session.owes.values()), "a debtor was let in")
+        left = pool.runs.total + pool.tree.evictable + room
+        growth = sum(t.need for t in admission.growth.values() if _within_quota(t))
+        require(left >= growth, "left", left, "where growth needs", growth)
+        if running:
+            require(left >= pool.watermark, "left", left, "of a watermark of", pool.watermark)
+        window = admission.window.held if admission.window else 0
+        require(left + window >= due, "left", left, "where the oldest ticket needs", due)
 
     def _figures(self, later: Later) -> None:
         require(min(later.needed, later.free_now, later.coming_free, later.evictable) >= 0, "negative figures", later)
@@ -456,6 +493,11 @@ class World:
             self.tally[f"grow later {answer.reason}"] += 1
             return answer
         if isinstance(answer, Never):
+            limit = min(engine.session.quota, pool.usable) // engine.page * engine.page
+            alone = len(pool.sequences) == 1 or (engine.session.quota < pool.usable and len(engine.seqs) == 1)
+            require(answer.needed > limit or alone, "NEVER with others running:", answer)
+            coming = pool.moves.tickets or any(s.fences or s.life for s in pool.sessions.values())
+            require(answer.needed > limit or len(pool.sequences) > 1 or not coming, "NEVER with memory coming back")
             self.tally["grow never"] += 1
             return answer
         seq.ticket = 0
