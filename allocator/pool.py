@@ -15,6 +15,7 @@ import heapq
 from kvslot.allocator import eviction
 from kvslot.allocator.admission import Admission, whole_pages
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
+from kvslot.allocator.eviction import Lru
 from kvslot.allocator.moves import Moves
 from kvslot.allocator.results import (
     UNLIMITED,
@@ -391,9 +392,7 @@ class Pool:
             node = path[-1]
             tree = self.tree
             if hit == tree.depth[node] + tree.length[node]:
-                slot = tree.slot[node]
-                extents = [slot, tree.length[node]] if slot >= 0 else tree.scattered[node]
-                end = extents[-2] + extents[-1]
+                end = tree.end_slot(node)
                 beside = runs.length_at.get(end, 0)
                 if beside:
                     # Up to the end of a cell, so that what follows is whole cells again.
@@ -1408,7 +1407,16 @@ class Pool:
         evictor.clock(now)
         short = 2 * self.block_size
         most = goal * cell + (self.usable >> SCATTER_SHIFT)
+        slack = self.headroom * cell
+        plain = type(evictor) is Lru and not tree.expiry
         while runs.cells_free < goal and runs.total < most:
+            if plain:
+                extents: list[int] = []
+                gone = tree.shed((goal - runs.cells_free) * cell, short, slack, extents)
+                if gone:
+                    self._release(extents, gone, CACHED)
+                    self.evicted_tokens += gone
+                    continue
             node = evictor.oldest()
             if not node:
                 return
@@ -1417,7 +1425,7 @@ class Pool:
                 node = self._emptying(node)
                 length = lengths[node]
             missing = goal - runs.cells_free
-            if length > (missing + self.headroom) * cell:
+            if length > missing * cell + slack:
                 cut = self._tail_of_cells(node, missing)
             else:
                 cut = length

@@ -6,7 +6,7 @@ garbage collector, and nothing here is per token.
 
     parent    0 for a root                        kid     0 leaf · > 0 the only child · < 0 index into `fans`
     depth     tokens before this node             length  tokens of this node
-    slot      first slot of the only extent, or -1: the extents stand in `scattered`
+    slot      first slot of the only extent, or -1: the extents stand in `scattered`, flat
     holds     leases, pins and moves that end here + children with holds > 0
     tick      last access                         flags, priority, expiry
 
@@ -29,7 +29,7 @@ from zlib import crc32
 
 import numpy as np
 
-from kvslot.allocator.eviction import Evictor
+from kvslot.allocator.eviction import Evictor, Lru
 
 MOVING_FLAG, REUSED_FLAG, PINNED_FLAG = 1, 2, 4
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
@@ -116,7 +116,8 @@ class PrefixTree:
         self.priority = array("b", [0])
         self.keys: list[bytes] = [b""]
         self.expiry: dict[int, float] = {}
-        self.scattered: dict[int, list[int]] = {}
+        # A column too, of buffers: in a dict of lists each look-up would touch a dozen places that no cache holds.
+        self.scattered: list[array[int] | None] = [None]
         self.fans: list[Fan] = [{}]
         self._empty_fans: list[int] = []
         self.free_nodes: list[int] = []
@@ -151,6 +152,7 @@ class PrefixTree:
         self.flags.frombytes(bytes(more))
         self.priority.frombytes(bytes(more))
         self.keys.extend([b""] * more)
+        self.scattered.extend([None] * more)
         self.evictor.resize(old + more)
         self.free_nodes.extend(range(old + more - 1, old - 1, -1))
 
@@ -164,17 +166,29 @@ class PrefixTree:
     def extents(self, node: int) -> list[int]:
         """The node's slots as a flat list slot, length, ..."""
         slot = self.slot[node]
-        return [slot, self.length[node]] if slot >= 0 else self.scattered[node]
+        if slot >= 0:
+            return [slot, self.length[node]]
+        pieces = self.scattered[node]
+        assert pieces is not None
+        return pieces.tolist()
+
+    def end_slot(self, node: int) -> int:
+        """The slot behind the node's last one."""
+        slot = self.slot[node]
+        if slot >= 0:
+            return slot + self.length[node]
+        pieces = self.scattered[node]
+        assert pieces is not None
+        return pieces[-2] + pieces[-1]
 
     def set_extents(self, node: int, extents: list[int]) -> None:
         """Gives the node its slots: flat slot, length, ... with lengths that sum to the node's."""
         if len(extents) == 2:
             self.slot[node] = extents[0]
-            if self.scattered:
-                self.scattered.pop(node, None)
+            self.scattered[node] = None
         else:
             self.slot[node] = -1
-            self.scattered[node] = extents
+            self.scattered[node] = array("i", extents)
 
     # -- walks -------------------------------------------------------------------------------------------------
 
@@ -224,7 +238,7 @@ class PrefixTree:
 
     def path_extents(self, path: list[int], hit: int, out: list[int]) -> None:
         """Appends the slots of the first `hit` tokens along `path`, joined where nodes touch, to the flat list `out`."""
-        slots, lengths = self.slot, self.length
+        slots, lengths, scattered = self.slot, self.length, self.scattered
         end = -1
         for node in path:
             n = lengths[node]
@@ -242,14 +256,15 @@ class PrefixTree:
                     out.append(n)
                 end = slot + n
             else:
-                pieces = self.scattered[node]
+                pieces = scattered[node]
+                assert pieces is not None
                 if n < lengths[node]:
-                    pieces, _ = split_extents(pieces, n)
+                    front, _ = split_extents(pieces.tolist(), n)
+                    pieces = array("i", front)
                 if pieces[0] == end:
                     out[-1] += pieces[1]
-                    out += pieces[2:]
-                else:
-                    out += pieces
+                    pieces = pieces[2:]
+                out.extend(pieces)
                 end = out[-2] + out[-1]
 
     def path_to(self, node: int) -> list[int]:
@@ -283,14 +298,13 @@ class PrefixTree:
             return
         if not self.kid[node]:
             self.evictor.discard(node)
-        lengths = self.length
-        freed = 0
+        depth, length = self.depth, self.length
+        end = depth[node] + length[node]
         while not before:
-            freed += lengths[node]
             node = parent[node]
             before = holds[node]  # a root always holds itself, so this ends there at the latest
             holds[node] = before + 1
-        self.evictable -= freed
+        self.evictable -= end - depth[node] - length[node]
 
     def unhold(self, node: int, tick: int) -> None:
         """Gives a hold back; a leaf nobody holds any longer becomes a candidate for eviction."""
@@ -303,14 +317,13 @@ class PrefixTree:
             return
         if not self.kid[node]:
             self.evictor.add(node, self.length[node])
-        lengths = self.length
-        gained = 0
+        depth, length = self.depth, self.length
+        end = depth[node] + length[node]
         while not left:
-            gained += lengths[node]
             node = parent[node]
             left = holds[node] - 1
             holds[node] = left
-        self.evictable += gained
+        self.evictable += end - depth[node] - length[node]
 
     # -- changes -----------------------------------------------------------------------------------------------
 
@@ -352,7 +365,7 @@ class PrefixTree:
             self.slot[upper] = slot
             self.slot[node] = slot + at
         else:
-            front, back = split_extents(self.scattered.pop(node), at)
+            front, back = split_extents(self.extents(node), at)
             self.set_extents(upper, front)
             self.set_extents(node, back)
         self.holds[upper] = 1 if self.holds[node] else 0
@@ -383,19 +396,84 @@ class PrefixTree:
             # The last child died of age, so the parent is as old, unless it was used alone since.
             self.evictor.exposed(parent, self.length[parent], self.tick[parent] > self.tick[node])
         self.keys[node] = b""
-        self.scattered.pop(node, None)
-        self.expiry.pop(node, None)
+        self.scattered[node] = None
+        if self.expiry:
+            self.expiry.pop(node, None)
         self.parent[node] = 0
         self.length[node] = 0
         self.free_nodes.append(node)
         self.nodes -= 1
         return extents
 
+    def shed(self, tokens: int, short: int, slack: int, out: list[int]) -> int:
+        """Removes the least recently used leaves until `tokens` tokens have gone; their slots are appended to `out`.
+
+        Does for a whole path what `remove` and a plain `Lru` would do leaf by leaf: the parent takes its last child's
+        place at the ring's old end.  Stops before a leaf of fewer than `short` tokens, and before one with more than is
+        still wanted and `slack` together.  Returns the tokens that have gone.
+        """
+        lru = self.evictor
+        assert isinstance(lru, Lru)
+        older, newer = lru.older, lru.newer
+        parents, kid, lengths, slots = self.parent, self.kid, self.length, self.slot
+        holds, ticks, keys, scattered = self.holds, self.tick, self.keys, self.scattered
+        free_nodes, unit = self.free_nodes, self._unit_bytes
+        gone = count = 0
+        node = newer[0]
+        while node and gone < tokens:
+            length = lengths[node]
+            if length < short or length > tokens - gone + slack:
+                break
+            slot = slots[node]
+            if slot >= 0:
+                out.append(slot)
+                out.append(length)
+            else:
+                pieces = scattered[node]
+                assert pieces is not None
+                out.extend(pieces)
+                scattered[node] = None
+            parent = parents[node]
+            if kid[parent] > 0:
+                kid[parent] = 0
+                bare = not holds[parent]
+            else:
+                self._unlink(parent, keys[node][:unit])
+                bare = False  # a fan has two children at least
+            keys[node] = b""
+            parents[node] = 0
+            lengths[node] = 0
+            free_nodes.append(node)
+            gone += length
+            count += 1
+            after = newer[node]
+            older[node] = -1
+            age = ticks[node]
+            if bare and ticks[parent] <= age:
+                ticks[parent] = age
+                newer[0] = older[after] = parent
+                newer[parent] = after
+                older[parent] = 0
+                node = parent
+                continue
+            newer[0] = after
+            older[after] = 0
+            if bare:
+                lru.add(parent, lengths[parent])
+            elif ticks[parent] < age:
+                ticks[parent] = age
+            node = newer[0]
+        self.nodes -= count
+        self.tokens -= gone
+        self.evictable -= gone
+        return gone
+
     def trim_tail(self, node: int, tokens: int) -> list[int]:
         """Takes the last `tokens` tokens (fewer than all) off an unheld leaf; returns their slots."""
         length = self.length[node] - tokens
         assert length > 0
         key = self.keys[node]
+        pieces = self.extents(node)
         self.keys[node] = key[: 4 * length]
         self.length[node] = length
         if self.learns:
@@ -405,7 +483,7 @@ class PrefixTree:
         slot = self.slot[node]
         if slot >= 0:
             return [slot + length, tokens]
-        front, back = split_extents(self.scattered.pop(node), length)
+        front, back = split_extents(pieces, length)
         self.set_extents(node, front)
         return back
 
@@ -452,11 +530,11 @@ class PrefixTree:
         import sys
 
         columns = (self.parent, self.kid, self.depth, self.length, self.slot, self.holds, self.tick, self.flags, self.priority)
-        size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys)
+        size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys) + sys.getsizeof(self.scattered)
         size += sum(sys.getsizeof(key) - len(key) for key in self.keys if key)
         for fan in self.fans:
             size += sys.getsizeof(fan) + 32 * len(fan) + (33 + self._unit_bytes) * len(fan)
-        size += sum(sys.getsizeof(e) + 32 * len(e) + 100 for e in self.scattered.values())
+        size += sum(sys.getsizeof(pieces) for pieces in self.scattered if pieces is not None)
         return size + self.evictor.bytes_used()
 
 

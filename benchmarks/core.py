@@ -246,7 +246,7 @@ def measure_allocate(pair: Pair, size: Size, cost: int, report: Progress) -> lis
         results.append(us(f"free_{name}_{BASELINE}_us_p50", "the baseline's", f.p50, rounds))
     statistics = pair.ours.pool.statistics()
     tree = pair.ours.pool.tree
-    extents = tree.nodes - len(tree.scattered) + sum(len(each) >> 1 for each in tree.scattered.values())
+    extents = sum(len(tree.extents(node)) >> 1 for node in tree.live())
     results.append(
         result(
             "extents_per_node",
