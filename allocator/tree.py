@@ -10,6 +10,10 @@ garbage collector, and nothing here is per token.
     holds     leases, pins and moves that end here + children with holds > 0
     tick      last access                         flags, priority, expiry
 
+Numbers are handed out by clusters of 16: a child takes one of its parent's cluster while there is room, else the first
+of an empty cluster.  A path is then a few stretches of each column, and what walks it (a look-up, a hold, an eviction)
+touches a few places in memory instead of one per node and column: in a tree that no cache holds that is most of the time.
+
 Keys are compared as tokens, never by hash.  A node with several children finds the next by its first token (in opaque
 layouts: its first block) in a dict, which compares those bytes in full; the rest of the edge is compared in one
 `startswith`.  Nothing recurses, so a chain of 100,000 nodes is walked like one of ten.
@@ -35,6 +39,7 @@ MOVING_FLAG, REUSED_FLAG, PINNED_FLAG = 1, 2, 4
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
 PLACE = 64  # bytes on either side that tell one place from another
 _PARTS = 256
+_ALL = 0xFFFF  # a cluster's numbers
 _NUMPY_FROM = 4096  # bytes from which numpy finds the first difference faster than bisection does
 
 
@@ -84,7 +89,10 @@ class PrefixTree:
         "expiry",
         "fans",
         "flags",
-        "free_nodes",
+        "_clusters_bare",
+        "_clusters_part",
+        "_in_part",
+        "_vacant",
         "holds",
         "keys",
         "kid",
@@ -105,32 +113,42 @@ class PrefixTree:
         self._unit_bytes = 4 * unit
         self.evictor = evictor
         self.learns = evictor.learns
-        self.parent = array("i", [0])
-        self.kid = array("i", [0])
-        self.depth = array("i", [0])
-        self.length = array("i", [0])
-        self.slot = array("i", [0])
-        self.holds = array("i", [0])
-        self.tick = array("q", [0])
-        self.flags = array("B", [0])
-        self.priority = array("b", [0])
-        self.keys: list[bytes] = [b""]
+        # Cluster 0 is nobody's, since a node's number is not 0.
+        self.parent = array("i", [0] * 16)
+        self.kid = array("i", [0] * 16)
+        self.depth = array("i", [0] * 16)
+        self.length = array("i", [0] * 16)
+        self.slot = array("i", [0] * 16)
+        self.holds = array("i", [0] * 16)
+        self.tick = array("q", [0] * 16)
+        self.flags = array("B", [0] * 16)
+        self.priority = array("b", [0] * 16)
+        self.keys: list[bytes] = [b""] * 16
         self.expiry: dict[int, float] = {}
         # A column too, of buffers: in a dict of lists each look-up would touch a dozen places that no cache holds.
-        self.scattered: list[array[int] | None] = [None]
+        self.scattered: list[array[int] | None] = [None] * 16
         self.fans: list[Fan] = [{}]
         self._empty_fans: list[int] = []
-        self.free_nodes: list[int] = []
+        self._vacant = array("H", [0])  # by cluster: bit i is set when node 16 * cluster + i does not live
+        self._clusters_bare: list[int] = []  # those without a live node
+        self._clusters_part: list[int] = []  # those that ceased to be full; some may be full again, or bare
+        self._in_part = bytearray(1)  # by cluster: 1 when it stands there
         self.nodes = 0  # live nodes, roots included
         self.tokens = 0  # tokens of live nodes
         self.evictable = 0
 
     # -- nodes -------------------------------------------------------------------------------------------------
 
-    def _new(self, parent: int, key: bytes, depth: int, tick: int) -> int:
-        if not self.free_nodes:
-            self._grow()
-        node = self.free_nodes.pop()
+    def _new(self, parent: int, key: bytes, depth: int, tick: int, near: int) -> int:
+        vacant = self._vacant
+        cluster = near >> 4
+        bits = vacant[cluster]
+        if not bits:
+            cluster = self._cluster()
+            bits = vacant[cluster]
+        bit = bits & -bits
+        vacant[cluster] = bits ^ bit
+        node = (cluster << 4) + bit.bit_length() - 1
         self.parent[node] = parent
         self.kid[node] = 0
         self.depth[node] = depth
@@ -143,9 +161,35 @@ class PrefixTree:
         self.nodes += 1
         return node
 
+    def _cluster(self) -> int:
+        """A cluster with a vacant number: an empty one if there is one."""
+        vacant, bare = self._vacant, self._clusters_bare
+        if bare:
+            return bare.pop()
+        part = self._clusters_part
+        while part:
+            cluster = part[-1]
+            if vacant[cluster]:
+                return cluster
+            self._in_part[part.pop()] = 0
+        self._grow()
+        return bare.pop()
+
+    def _vacate(self, node: int) -> None:
+        """The number of a node that has been removed may be given out again."""
+        cluster = node >> 4
+        bits = self._vacant[cluster]
+        if not bits and not self._in_part[cluster]:
+            self._in_part[cluster] = 1
+            self._clusters_part.append(cluster)
+        bits |= 1 << (node & 15)
+        self._vacant[cluster] = bits
+        if bits == _ALL:
+            self._clusters_bare.append(cluster)
+
     def _grow(self) -> None:
         old = len(self.keys)
-        more = max(1024, old // 4)
+        more = max(1024, old // 64 * 16)
         for column in (self.parent, self.kid, self.depth, self.length, self.slot, self.holds):
             column.frombytes(bytes(4 * more))
         self.tick.frombytes(bytes(8 * more))
@@ -154,11 +198,14 @@ class PrefixTree:
         self.keys.extend([b""] * more)
         self.scattered.extend([None] * more)
         self.evictor.resize(old + more)
-        self.free_nodes.extend(range(old + more - 1, old - 1, -1))
+        first = old >> 4
+        self._vacant.extend([_ALL] * (more >> 4))
+        self._in_part.extend(bytes(more >> 4))
+        self._clusters_bare.extend(range(first + (more >> 4) - 1, first - 1, -1))
 
     def root(self) -> int:
         """A new empty tree; its root holds no tokens and is never evicted."""
-        node = self._new(0, b"", 0, 0)
+        node = self._new(0, b"", 0, 0, 0)
         self.slot[node] = 0
         self.holds[node] = 1
         return node
@@ -329,7 +376,7 @@ class PrefixTree:
 
     def add(self, parent: int, key: bytes, extents: list[int], tick: int) -> int:
         """A new leaf under `parent`; no child of it may begin with the same unit.  The leaf is held once."""
-        node = self._new(parent, key, self.depth[parent] + self.length[parent], tick)
+        node = self._new(parent, key, self.depth[parent] + self.length[parent], tick, parent)
         self.set_extents(node, extents)
         if not self.kid[parent]:
             if not self.holds[parent]:
@@ -347,7 +394,7 @@ class PrefixTree:
         """Splits `node` after its first `at` tokens; returns the new upper node.  Moves no data, changes no lease."""
         key = self.keys[node]
         parent = self.parent[node]
-        upper = self._new(parent, key[: 4 * at], self.depth[node], self.tick[node])
+        upper = self._new(parent, key[: 4 * at], self.depth[node], self.tick[node], node)
         unit = self._unit_bytes
         first = key[:unit]
         child = self.kid[parent]
@@ -401,7 +448,7 @@ class PrefixTree:
             self.expiry.pop(node, None)
         self.parent[node] = 0
         self.length[node] = 0
-        self.free_nodes.append(node)
+        self._vacate(node)
         self.nodes -= 1
         return extents
 
@@ -417,7 +464,7 @@ class PrefixTree:
         older, newer = lru.older, lru.newer
         parents, kid, lengths, slots = self.parent, self.kid, self.length, self.slot
         holds, ticks, keys, scattered = self.holds, self.tick, self.keys, self.scattered
-        free_nodes, unit = self.free_nodes, self._unit_bytes
+        unit, vacate = self._unit_bytes, self._vacate
         gone = count = 0
         node = newer[0]
         while node and gone < tokens:
@@ -443,7 +490,7 @@ class PrefixTree:
             keys[node] = b""
             parents[node] = 0
             lengths[node] = 0
-            free_nodes.append(node)
+            vacate(node)
             gone += length
             count += 1
             after = newer[node]
@@ -522,8 +569,8 @@ class PrefixTree:
 
     def live(self) -> Iterator[int]:
         """All live nodes in number order, roots included; O(nodes ever)."""
-        dead = set(self.free_nodes)
-        return (node for node in range(1, len(self.keys)) if node not in dead)
+        vacant = self._vacant
+        return (node for node in range(16, len(self.keys)) if not vacant[node >> 4] >> (node & 15) & 1)
 
     def bytes_used(self) -> int:
         """Bytes of the columns, fans and key objects, token bytes excluded."""
