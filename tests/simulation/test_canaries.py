@@ -1,0 +1,164 @@
+"""Faults planted on purpose, each of which the histories, the judge or an example must catch.
+
+A canary changes one line of the core, found by its text, and then runs what ought to notice.  One that is not caught
+means that a rule is no longer watched; one whose text is gone wants a new line to break for the same rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvslot.allocator import Pool
+from kvslot.allocator.admission import Admission
+from kvslot.allocator.moves import Moves
+from kvslot.allocator.sessions import Session
+from kvslot.allocator.slots import Ledger
+from kvslot.allocator.tree import PrefixTree
+
+from ..core import test_admission, test_eviction, test_moves, test_sequences, test_sessions
+from .histories import KINDS
+
+SEEDS = 400
+
+
+@dataclass(frozen=True)
+class Canary:
+    rule: str  # what is broken, and by its number in the design where it stands
+    owner: Any
+    method: str
+    old: str
+    new: str
+    by: str | Callable[[], None] = "chaos"
+
+
+C = Canary
+CANARIES = [
+    # -- 3.1 to 3.3: states, free space, tree
+    C("3.1 padding is never handed out", Pool, "__init__", "config.block_size, self.padding,", "config.block_size, self.padding - 1,"),
+    C("3.1 one place changes state", Ledger, "shift_all", "if self.journal is not None:", "if self.journal is not None and target != 3:"),
+    C("3.1 handles are not used again", Pool, "_start", "self._serial = handle = self._serial + 1", "handle = self._serial + 1"),
+    C("3.3 keys are compared in full", PrefixTree, "match", "if startswith(key, at):", "if startswith(key[:unit], at) and at + len(key) <= end:"),
+    C("3.3 split keeps holds", PrefixTree, "split", "self.holds[upper] = 1 if self.holds[node] else 0", "self.holds[upper] = 0"),
+    C("3.3 split keeps places", PrefixTree, "split", "self.slot[node] = slot + at", "self.slot[node] = slot"),
+    C("3.3 split keeps depths", PrefixTree, "split", "self.depth[node] += at", "self.depth[node] += at - 1"),
+    C("3.3 a token is left to compute", Pool, "allocate", "hit = self._last_left(n)", "hit = n - n % self.unit"),
+    C("3.3 evictable is what nobody holds", PrefixTree, "unhold", "self.evictable +=", "self.evictable += 1 +"),
+    # -- 3.4: life of a sequence
+    C("3.4 allocate holds what it found", Pool, "allocate", "tree.hold(node)\n    need", "need"),
+    C("3.4 a refusal leaves no hold", Pool, "allocate", "if later is not None:\n            tree.unhold(node, tree.tick[node])", "if later is not None:\n            pass"),
+    C("3.4 publish only what is written", Pool, "commit", "return self._publish(sequence, length, expiry)", "return self._publish(sequence, known - known % self.unit, expiry)"),
+    C("3.4 publish what the tree lacks", Pool, "_publish", "self._gather(sequence, position, length, shared)", "self._gather(sequence, max(0, position - self.unit), length, shared)"),
+    C("3.4 duplicates are counted", Pool, "_mark_duplicates", "self.duplicates += marked", "pass"),
+    C("3.4 duplicates are freed once", Pool, "_let_go", "if piece.kind == DUPLICATE:", "if piece.kind == DUPLICATE:\n            self._release(piece.extents, piece.length, PRIVATE)"),
+    C("3.4 a shared range is not written in place", Pool, "_roll_back", "piece.holders is None and not piece.fence", "True"),
+    C("3.4 a shared range is counted", Pool, "fork", "piece.refs += 1", "pass"),
+    C("3.4 a shared range goes with its last holder", Pool, "_let_go", "if piece.refs:", "if piece.refs > 1:"),
+    C("3.4 a shared range waits for every holder's fence", Pool, "_let_go", "if piece.fence < fence:", "if False:", test_sequences.test_shared_slots_wait_for_the_latest_fence_of_all),
+    C("3.4 a published fork's fence becomes a lease", Pool, "_follow", "if piece.fence > session.passed():", "if False:", test_sequences.test_fence_of_a_fork_outlives_publication),
+    C("3.4 copy sources are kept", Pool, "_peel", "sequence.sources = [*(sequence.sources or ()), piece]", "pass"),
+    C("3.4 copies name the right tokens", Pool, "_peel", "source = end - count", "source = end - count - 1"),
+    C("3.4 a page's hit is whole and in place", Pool, "_allocate_pages", "if position % page or extents[i] % page:", "if False:"),
+    C("3.4 a partial page is copied", Pool, "_allocate_pages", "Copy(source, own[0], part)", "Copy(source, own[0], part - 1)"),
+    C("3.4 roll-back forgets what was told", Pool, "_roll_back", "sequence.tokens = sequence.tokens[: max(known, 0)]", "pass"),
+    C("3.4 roll-back detaches below the published end", Pool, "_roll_back", "if keep_to < sequence.base:", "if False:"),
+    C("3.4 only windowed layouts drop the front", Pool, "trim", "if keep_from and not self.config.windowed:", "if False:"),
+    C("3.4 a window's front goes behind the fence", Pool, "_drop_front", "self._let_go(sequence, dropped, 0, fence)", "self._let_go(sequence, dropped, 0, 0)"),
+    # -- 3.5: admission, eviction, preemption
+    C("3.5 fenced memory is not free", Admission, "_admit", "free, evictable = pool.runs.total, pool.tree.evictable", "free, evictable = pool.runs.total + pool.ledger.counts[3], pool.tree.evictable"),
+    C("3.5 the watermark holds back new requests", Admission, "_admit", "watermark = self._for_growth()", "watermark = 0"),
+    C("3.5 the watermark is waived while nothing runs", Admission, "_for_growth", "if not pool.sequences:", "if False:", test_admission.test_watermark_holds_back_new_requests_only),
+    C("3.5 NEVER for what cannot fit", Pool, "allocate", "if n > limit:", "if n > 2 * limit:"),
+    C("3.5 NEVER names the caller's limit", Pool, "allocate", "return Never(n, limit)", "return Never(n, self.usable)"),
+    C("3.5 not NEVER while memory comes back", Admission, "_coming", "return bool(pool.moves.tickets)", "return False and bool(pool.moves.tickets)"),
+    C("3.5 quotas bind", Admission, "_admit", "if session.charged + need > session.quota:", "if False:"),
+    C("3.5 quotas bind growth", Admission, "grow", "if session.charged + need > session.quota:", "if False:"),
+    C("3.5 what is leased is not evicted", PrefixTree, "hold", "if not self.kid[node]:", "if False:"),
+    C("3.5 what is pinned is not evicted", Pool, "pin", "tree.hold(node)", "pass"),
+    C("3.5 no more is evicted than needed", Pool, "_evict_cells", "and runs.total < most:", "and tree.evictable:", test_eviction.test_scattered_leaves_are_not_all_given_up_for_a_cell),
+    C("3.5 of a large leaf only the tail goes", Pool, "_evict", "if cut < length:", "if cut < 0:", test_eviction.test_of_a_large_leaf_only_the_tail_goes),
+    C("3.5 nothing is evicted for a refusal", Pool, "_take_pages", "if own or whole_pages(self, page) * page < need:", "if own:"),
+    C("3.5 the oldest is never a victim", Admission, "_escalate", "for sequence in scope[1:]:", "for sequence in scope[:1]:", "load"),
+    C("3.5 victims are named one by one", Admission, "_escalate", "victim.session.owes[victim.handle] = deadline", "pass", test_admission.test_debtor_gets_preempt_first_until_it_answers),
+    C("3.5 pressure comes first", Admission, "_escalate", "if now < self.patient:", "if False:", test_admission.test_pressure_comes_first_and_is_given_time),
+    C("3.5 debtors get no new work", Admission, "_admit", "if any(deadline < now for deadline in session.owes.values()):", "if False:", test_admission.test_debtor_gets_preempt_first_until_it_answers),
+    C("3.5 growth before new requests", Admission, "_for_growth", "self._growth_held(NO_HANDLE)", "0"),
+    C("3.5 the oldest ticket's need is held back", Admission, "_held", "if oldest is not None and oldest is not mine:", "if False:"),
+    C("3.5 a ticket keeps its age", Admission, "refuse", "mine = self._mine(session, ticket) if sequence is None", "mine = None if sequence is None"),
+    C("3.5 a ticket ends after its grace", Admission, "pump", "0 <= t.ready < now - grace", "False"),
+    C("3.5 tickets end with their session", Admission, "forget_session", "if t.session is session", "if False", test_sessions.test_growth_of_a_lost_session_holds_nobody_back),
+    C("3.5 a window's slots are reserved", Admission, "_clear", "window.hold(start, length)", "pass"),
+    C("3.5 a window gives way to growth", Admission, "grow", "self.drop_window()", "pass", test_admission.test_window_gives_way_to_growth),
+    C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "(s.stalled or s.life)", "s.life", test_admission.test_stalled_fences_hold_nothing_back),
+    # -- 4.4: leases end by steps
+    C("4.4 slots wait for their fence", Pool, "_let_go", "if last <= passed:", "if True:"),
+    C("4.4 leases wait for their fence", Pool, "_let_go", "if fence <= passed:", "if fence <= passed or node:"),
+    C("4.4 a fence has passed when its step has completed", Pool, "_pass_fences", "fences[0][0] <= passed", "fences[0][0] <= passed + 1"),
+    C("4.4 a group's fence waits for all its processes", Session, "passed", "self.completed if self.group is None else self.group.completed", "self.completed"),
+    C("4.4 a fence beyond the submitted is refused", Pool, "free", "if fence > session.submitted:", "if False:"),
+    C("4.4 steps complete after they are submitted", Pool, "progress", "completed > submitted or ", ""),
+    C("4.4 steps only rise", Pool, "progress", "or completed < session.completed", "", test_sessions.test_progress_only_rises),
+    C("4.4 a lost session's slots stay", Pool, "lose", "session.life = Life.LOST", "session.life = Life.GONE"),
+    C("4.4 a lost session's fences stay", Pool, "_pass_fences", "if session.life:", "if False:"),
+    C("4.4 who returns has everything again", Pool, "resume", "self._unquarantine(session)", "pass"),
+    C("4.4 not gone while a process of its group lives", Pool, "gone", "any(member.life == Life.LIVE for member in group.members)", "False", test_sessions.test_gone_only_after_lost_and_with_the_group),
+    C("4.4 Bye only when all steps have completed", Pool, "bye", "if session.passed() < session.submitted:", "if False:", test_sessions.test_bye_waits_for_all_steps_of_the_group),
+    C("4.4 nothing is moved from under a reader", Moves, "finish", "tree.holds[node] == 1", "tree.holds[node] >= 1", test_moves.test_nothing_is_moved_from_under_a_reader),
+    C("4.4 a failed copy is not published", Moves, "finish", "bool(copied and node", "bool(node"),
+    C("4.4 a target is set aside until its copy has ended", Moves, "_let_go", "move.node = 0", "move.node = 0\n    self.finish(move.handle)"),
+    C("4.4 only the dead are swept", Pool, "_quarantine", "self._sweeping.remove(session)", "pass"),
+]  # fmt: skip
+
+
+def source_of(owner: type, method: str) -> str:
+    """The method's text as it stands in its file, without the class's indent."""
+    path = inspect.getfile(owner)
+    text = Path(path).read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__:
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef) and each.name == method:
+                    lines = text.splitlines()[each.lineno - 1 : each.end_lineno]
+                    return textwrap.dedent("\n".join(lines)) + "\n"
+    raise AssertionError(f"no {owner.__name__}.{method} any more")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, canary: Canary) -> None:
+    """Changes the one line, in a copy of the method that takes its place."""
+    source = source_of(canary.owner, canary.method)
+    assert canary.old in source, f"{canary.owner.__name__}.{canary.method} has no {canary.old!r} any more"
+    broken = "from __future__ import annotations\n" + source.replace(canary.old, canary.new, 1)
+    space: dict[str, Any] = {}
+    module = sys.modules[canary.owner.__module__]
+    exec(compile(broken, f"<canary: {canary.rule}>", "exec"), vars(module), space)
+    monkeypatch.setattr(canary.owner, canary.method, space[canary.method])
+
+
+def caught(canary: Canary) -> str:
+    """What noticed: the first failing history, or the example; empty when nothing did."""
+    if callable(canary.by):
+        try:
+            canary.by()
+        except (Exception, pytest.fail.Exception) as fault:  # noqa: BLE001
+            return repr(fault)
+        return ""
+    for seed in range(SEEDS):
+        try:
+            KINDS[canary.by](seed)
+        except Exception as fault:  # noqa: BLE001
+            return f"seed {seed}: {fault!r}"
+    return ""
+
+
+@pytest.mark.parametrize("canary", CANARIES, ids=lambda canary: canary.rule)
+def test_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, canary: Canary) -> None:
+    """A broken rule is noticed within a few hundred histories, or by its example."""
+    plant(monkeypatch, canary)
+    assert caught(canary), f"nothing noticed that this is broken: {canary.rule}"
