@@ -156,7 +156,7 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
     for node in moving:
         holds[node] += 1
     tokens = evictable = 0
-    queued = set(pool.tree.evictor.victims(len(nodes) + 1)) if not tree_has_tiers(pool) else None
+    queued = set(tree.evictor.victims(len(nodes) + 1))
     for node in nodes:
         parent = tree.parent[node]
         key = tree.keys[node]
@@ -186,11 +186,10 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
             wrong.append(f"node {node} counts {tree.holds[node]} holds, {holds[node]} were found")
         if tree.holds[node] == 0:
             evictable += tree.length[node]
-        if queued is not None:
-            leaf = not tree.holds[node] and not children[node]
-            if leaf != (node in queued):
-                wrong.append(f"node {node} is {'' if leaf else 'not '}an evictable leaf and the evictor disagrees")
-    if queued is not None and not queued <= set(nodes):
+        leaf = not tree.holds[node] and not children[node]
+        if leaf != (node in queued):
+            wrong.append(f"node {node} is {'' if leaf else 'not '}an evictable leaf and the evictor disagrees")
+    if not queued <= set(nodes):
         wrong.append("the evictor lists nodes that do not exist")
     for name, is_, says in (
         ("nodes", len(nodes), tree.nodes),
@@ -199,13 +198,6 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
     ):
         if is_ != says:
             wrong.append(f"tree {name}: counted {is_}, kept {says}")
-
-
-def tree_has_tiers(pool: Pool) -> bool:
-    """Whether priorities are in use, where victims are only listed of the lowest tier."""
-    from kvslot.allocator.eviction import Tiers
-
-    return isinstance(pool.tree.evictor, Tiers)
 
 
 def _audit_sequences(pool: Pool, wrong: list[str]) -> None:

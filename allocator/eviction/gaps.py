@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
+from math import log
 from typing import Final
 
 from kvslot.allocator.eviction.ghosts import Ghosts
@@ -58,11 +59,8 @@ BINS: Final = len(EDGES)
 _BIN: Final = bytes(b for b in range(BINS - 1) for _ in range(EDGES[b + 1] - EDGES[b]))
 _LAST: Final = len(_BIN)  # the least gap of the last bin
 _WIDTH: Final = [*(after - edge for edge, after in pairwise(EDGES)), LONGEST]
-
-
-def bin_of(gap: int) -> int:
-    """The bin of a gap of so many ticks."""
-    return _BIN[gap] if gap < _LAST else BINS - 1
+_LOGS: Final = [log((edge + width + 1) / (edge + 1)) for edge, width in zip(EDGES, _WIDTH, strict=True)]
+_PRIORS: Final = [0.5 * PRIOR * part / sum(_LOGS) for part in _LOGS]  # a hazard of about 1 / age
 
 
 class Gaps:
@@ -159,7 +157,9 @@ class Gaps:
             if high == ring or used[high - _SHIFT] <= tick:
                 return high, newer[high]
             low = newer[low]
-        return (older[low], low) if 2 * tick < used[low - _SHIFT] + used[high - _SHIFT] else (high, newer[high])
+        if 2 * tick < used[low - _SHIFT] + used[high - _SHIFT]:
+            return older[low], low
+        return high, newer[high]
 
     def discard(self, node: int) -> None:
         older, newer = self._older, self._newer
@@ -287,7 +287,9 @@ class Gaps:
     def created(self, node: int, parent: int, past: int, output: bool) -> None:
         self._class[node] = past + USES if output else past
         self._tip[node] = 0
-        self._used[node] = self._used[parent] = self._now
+        self._used[node] = self._now
+        if output:
+            self._used[parent] = self._now  # the prompt's end was in use until its answer was done
 
     def branched(self, node: int) -> None:
         self._class[node] = BRANCH
@@ -345,15 +347,13 @@ def worths(gaps: list[float], births: float) -> list[float]:
     line from (M, F) to any later point: the tangent to the upper hull of the points on its right, kept on a stack.
     """
     leaves = max(births, sum(gaps)) + PRIOR
-    least = 0.5 * PRIOR / BINS
-    first, last = gaps[0], gaps[-1]
-    padded = [first, first, *gaps, last, last]
+    padded = [gaps[1], gaps[0], *gaps, gaps[-1], gaps[-2]]
     waited, chance, idle = 0.0, 0.0, 1.0
     points = [(waited, chance)]
     for b, width in enumerate(_WIDTH):
-        # A gap says much the same of the bins beside its own: kernel 1 4 6 4 1.
-        count = (padded[b] + padded[b + 4] + 4.0 * (padded[b + 1] + padded[b + 3]) + 6.0 * padded[b + 2]) / 16.0
-        share = (count + least) / leaves
+        # A gap says much the same of the bins beside its own: kernel 1 4 6 4 1, mirrored at the ends.
+        beside, next_but_one = padded[b + 1] + padded[b + 3], padded[b] + padded[b + 4]
+        share = (0.375 * padded[b + 2] + 0.25 * beside + 0.0625 * next_but_one + _PRIORS[b]) / leaves
         waited += (idle - 0.5 * share) * width
         chance += share
         idle -= share

@@ -24,7 +24,9 @@ from kvslot.allocator.eviction.ghosts import Ghosts
 SMALL, MAIN = 0, 1
 SHARE: Final = 10  # small holds one token in so many of those queued; the paper's tenth
 MOST_USES: Final = 3  # two bits, as in the paper
-GHOSTS: Final = 4096  # the paper keeps as many as main has objects; a constant bounds the memory of a large pool too
+GHOSTS: Final = (
+    4096  # the paper keeps as many as main has objects; a constant bounds the memory of a large pool
+)
 _SHIFT: Final = 1
 
 

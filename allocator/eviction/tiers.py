@@ -17,7 +17,9 @@ class Tiers:
 
     __slots__ = ("_base", "_due", "_expiry", "_length", "_level", "_now", "_priority", "_tiers")
 
-    def __init__(self, base: Evictor, priority: array[int], expiry: dict[int, float], length: array[int]) -> None:
+    def __init__(
+        self, base: Evictor, priority: array[int], expiry: dict[int, float], length: array[int]
+    ) -> None:
         """The columns are the tree's, by node, and are only read."""
         self._base = base
         self._priority = priority
