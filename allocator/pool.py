@@ -499,7 +499,7 @@ class Pool:
                 tree.flags[node] |= REUSED_FLAG
         self._serial = handle = self._serial + 1
         position = hit - copied
-        room = sum(own[1::2])
+        room = own[1] if len(own) == 2 else sum(own[1::2])
         self.ledger.shift_all(own, room, FREE, PRIVATE)
         ranges = [Range(position, own, room)]
         capacity = position + room
@@ -875,7 +875,8 @@ class Pool:
         if self.admission.pressed >= 0 or self.admission.growth:
             session.owes.pop(handle, None)
             self.admission.forget_sequence(handle)
-        self._settle(sequence, published=False)
+        if sequence.promised is not None:
+            self._settle(sequence, published=False)
         self.unwritten -= sequence.capacity - sequence.length
         pieces = sequence.own
         if sequence.sources:
@@ -884,8 +885,9 @@ class Pool:
         if self.tree.learns:
             self.tree.evictor.ended(sequence.node)
         self._let_go(sequence, pieces, sequence.node, fence)
-        for node in sequence.kept or ():
-            self._let_go(sequence, [], node, fence)
+        if sequence.kept:
+            for node in sequence.kept:
+                self._let_go(sequence, [], node, fence)
         sequence.own = []
         sequence.sources = sequence.kept = None
 
@@ -893,6 +895,15 @@ class Pool:
         """Gives up ranges (out of the table already) and, when not 0, a hold on `node`, both behind `fence`."""
         session = sequence.session
         passed = session.passed()
+        if fence <= passed and not (pieces and (len(pieces) > 1 or pieces[0].holders or pieces[0].fence or pieces[0].kind)):
+            # What is nearly always so: one range at most, nobody else's, and no step to wait for.
+            if pieces:
+                piece = pieces[0]
+                session.charged -= piece.length
+                self._release(piece.extents, piece.length, PRIVATE)
+            if node:
+                self.tree.unhold(node, self.tick)
+            return
         waiting: list[Range] = []
         for piece in pieces:
             if piece.holders is not None:
@@ -944,6 +955,9 @@ class Pool:
         if window is None:
             if state != FREE:
                 self.ledger.shift_all(extents, length, state, FREE)
+            if len(extents) == 2:
+                give(extents[0], length)
+                return
             for i in range(0, len(extents), 2):
                 give(extents[i], extents[i + 1])
             return

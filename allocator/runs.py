@@ -61,6 +61,7 @@ class FreeRuns:
     __slots__ = (
         "_bit",
         "_generation_view",
+        "_stamp",
         "block_group",
         "block_kind",
         "block_size",
@@ -92,6 +93,7 @@ class FreeRuns:
         self.total = 0
         self.cells_free = 0
         self.blocks_free = 0
+        self._stamp = 0
         self.generation = array("I", bytes(4 * blocks))
         self._generation_view = np.frombuffer(self.generation, dtype=np.uint32)
         # Last piece placed in a block: its expected lifetime and whose it was.
@@ -105,30 +107,67 @@ class FreeRuns:
 
     def take_cells(self, cells: int, kind: int = FRESH, group: int = 0) -> list[int]:
         """Takes `cells` whole cells (no more than `cells_free`) as few extents: flat slot, length, slot, length, ..."""
-        cell, base = self.cell, self.holes
+        cell, base, classes, bits = self.cell, self.holes, self.classes, self._bit
+        length_at, start_at, block_size = self.length_at, self.start_at, self.block_size
+        occupied = self.occupied
+        self.total -= cells * cell
+        self.cells_free -= cells
         out: list[int] = []
         while True:
             c = base + (cells if cells < EXACT else size_class(cells))
-            rest = self.occupied >> c
+            rest = occupied >> c
             run = -1
             if rest:
                 c += (rest & -rest).bit_length() - 1
-                run = _newest(self.classes[c]) if cells < EXACT else self._long_enough(c, cells)
-                if run < 0 and rest > 1:
-                    rest >>= (rest & -rest).bit_length()
-                    if rest:
-                        c += (rest & -rest).bit_length()
-                        run = _newest(self.classes[c])
-            got = cells
+                if cells < EXACT:
+                    run = classes[c].popitem()[0]
+                else:
+                    run = self._long_enough(c, cells)
+                    if run >= 0:
+                        del classes[c][run]
+                    elif rest > 1:
+                        rest >>= (rest & -rest).bit_length()
+                        if rest:
+                            c += (rest & -rest).bit_length()
+                            run = classes[c].popitem()[0]
             if run < 0:
                 # No run has them all: the longest ones first need the fewest extents.
-                c = self.occupied.bit_length() - 1
-                run = _newest(self.classes[c])
-                got = min(cells, (run + self.length_at[run]) // cell + -run // cell)
+                c = occupied.bit_length() - 1
+                run = classes[c].popitem()[0]
+            # The cut of `take_within`, written out: in a full pool a long prompt takes one run after the other.
+            if not classes[c]:
+                occupied ^= bits[c]
+            size = length_at.pop(run)
+            end = run + size
             start = run + -run % cell
+            got = (end - start) // cell
+            kept = got - cells
+            if kept > 0:
+                got = cells
             length = got * cell
-            self.take_within(run, start, length)
-            last = (start + length - 1) // self.block_size
+            tail = start + length
+            if start != run:
+                left = start - run
+                length_at[run] = left
+                start_at[start] = run
+                members = classes[left]
+                if not members:
+                    occupied |= bits[left]
+                members[run] = None
+            if tail == end:
+                del start_at[end]
+            else:
+                left = end - tail
+                length_at[tail] = left
+                start_at[end] = tail
+                c = left if kept <= 0 else base + (kept if kept < EXACT else size_class(kept))
+                members = classes[c]
+                if not members:
+                    occupied |= bits[c]
+                members[tail] = None
+            if size >= block_size:
+                self._used(run, end, start, tail)
+            last = (tail - 1) // block_size
             self.block_kind[last] = kind
             self.block_group[last] = group
             if out and out[-2] + out[-1] == start:
@@ -138,6 +177,7 @@ class FreeRuns:
                 out.append(length)
             cells -= got
             if not cells:
+                self.occupied = occupied
                 return out
 
     def take_hole(self, most: int, kind: int = FRESH, group: int = 0) -> int:
@@ -409,15 +449,21 @@ class FreeRuns:
     def _used(self, run: int, end: int, start: int, tail: int) -> None:
         """Counts the blocks of the free run [run, end) that taking [start, tail) has put to use."""
         block_size = self.block_size
-        first = max(-(-run // block_size), start // block_size)
-        stop = min(end // block_size, -(-tail // block_size))
+        first = start // block_size
+        if first * block_size < run:
+            first += 1
+        stop = -(-tail // block_size)
+        if stop * block_size > end:
+            stop -= 1
         used = stop - first
         if used > 0:
             self.blocks_free -= used
+            # A stamp that only rises: writing is less than half the work of reading, adding and writing.
+            self._stamp = stamp = (self._stamp + 1) & 0xFFFFFFFF
             if used == 1:
-                self.generation[first] = (self.generation[first] + 1) & 0xFFFFFFFF
+                self.generation[first] = stamp
             else:
-                self._generation_view[first:stop] += 1
+                self._generation_view[first:stop] = stamp
 
     # -- asking ------------------------------------------------------------------------------------------------
 

@@ -138,9 +138,9 @@ class Session:
 
     def passed(self) -> int:
         """The last step that has completed everywhere it must; every step, once the process is gone."""
-        if self.life == Life.GONE:
-            return NO_STEP
-        return self.completed if self.group is None else self.group.completed
+        if self.group is None:
+            return self.completed if self.life != Life.GONE else NO_STEP
+        return self.group.completed if self.life != Life.GONE else NO_STEP
 
     def fence(self, step: int, fenced: Fenced) -> None:
         self._serial += 1
