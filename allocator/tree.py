@@ -310,6 +310,12 @@ class PrefixTree:
                     pieces = array("i", front)
                 if pieces[0] == end:
                     out[-1] += pieces[1]
+                    if len(pieces) == 4:
+                        slot, n = pieces[2], pieces[3]
+                        out.append(slot)
+                        out.append(n)
+                        end = slot + n
+                        continue
                     pieces = pieces[2:]
                 out.extend(pieces)
                 end = out[-2] + out[-1]
@@ -466,6 +472,8 @@ class PrefixTree:
         holds, ticks, keys, scattered = self.holds, self.tick, self.keys, self.scattered
         unit, vacate = self._unit_bytes, self._vacate
         gone = count = 0
+        # A child often begins in the room that its parent left behind: the two are one stretch then.
+        front, below = 0, -1  # where in `out` the first slot of the child just removed stands, and that slot
         node = newer[0]
         while node and gone < tokens:
             length = lengths[node]
@@ -473,13 +481,24 @@ class PrefixTree:
                 break
             slot = slots[node]
             if slot >= 0:
-                out.append(slot)
-                out.append(length)
+                if slot + length == below:
+                    out[front] = slot
+                    out[front + 1] += length
+                else:
+                    front = len(out)
+                    out.append(slot)
+                    out.append(length)
             else:
                 pieces = scattered[node]
                 assert pieces is not None
-                out.extend(pieces)
                 scattered[node] = None
+                slot = pieces[0]
+                if pieces[-2] + pieces[-1] == below:
+                    out[front] = pieces[-2]
+                    out[front + 1] += pieces[-1]
+                    del pieces[-2:]
+                front = len(out)
+                out.extend(pieces)
             parent = parents[node]
             if kid[parent] > 0:
                 kid[parent] = 0
@@ -502,7 +521,9 @@ class PrefixTree:
                 newer[parent] = after
                 older[parent] = 0
                 node = parent
+                below = slot
                 continue
+            below = -1
             newer[0] = after
             older[after] = 0
             if bare:
