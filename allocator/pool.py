@@ -52,6 +52,7 @@ HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothin
 HOLES_EACH = 2  # most holes that one new piece begins in: each costs an extent
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
 SCATTER_SHIFT = 6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
+HAND_ON = 64  # cells from which a request takes over what its victims leave
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -1406,9 +1407,49 @@ class Pool:
         """
         runs = self.runs
         goal = cells + self.headroom
+        own: list[int] = []
         if goal > runs.cells_free and self.tree.evictable:
-            self._evict_cells(min(goal, max(cells, runs.cells_free + 2 * cells)), now)
-        return runs.take_cells(cells, kind, group) if cells <= runs.cells_free else []
+            left = cells
+            if cells >= HAND_ON:
+                left -= self._hand_on(min(cells, goal - runs.cells_free), kind, group, now, own)
+                goal = left + self.headroom
+            if left and goal > runs.cells_free:
+                self._evict_cells(min(goal, max(left, runs.cells_free + 2 * cells)), now)
+            cells = left
+        if cells > runs.cells_free:
+            if own:
+                self._release(own, sum(own[1::2]), FREE)
+            return []
+        return own + runs.take_cells(cells, kind, group) if cells else own
+
+    def _hand_on(self, cells: int, kind: int, group: int, now: float, own: list[int]) -> int:
+        """Evicts for up to `cells` cells; what victims leave in whole cells goes straight onto `own`; returns how many.
+
+        For long requests: of hundreds of freed stretches each would be filed among the free runs and found there again.
+        """
+        tree, runs, cell = self.tree, self.runs, self.cell
+        if type(tree.evictor) is not Lru or tree.expiry or self.admission.window is not None:
+            return 0
+        tree.evictor.clock(now)
+        extents: list[int] = []
+        gone = tree.shed(cells * cell, 2 * self.block_size, self.headroom * cell, extents)
+        self.evicted_tokens += gone
+        self.ledger.shift_all(extents, gone, CACHED, FREE)
+        give, put_to_use = runs.give, runs.put_to_use
+        most = cells * cell
+        for i in range(0, len(extents), 2):
+            slot, length = extents[i], extents[i + 1]
+            if most and not (slot % cell or length % cell):
+                if length > most:
+                    give(slot + most, length - most)
+                    length = most
+                most -= length
+                put_to_use(slot, length, kind, group)
+                own.append(slot)
+                own.append(length)
+            else:
+                give(slot, length)
+        return cells - most // cell
 
     def _evict_cells(self, goal: int, now: float) -> None:
         """Evicts until `goal` whole cells are free, or so many slots are that their being scattered is to blame.

@@ -465,6 +465,17 @@ class FreeRuns:
             else:
                 self._generation_view[first:stop] = stamp
 
+    def put_to_use(self, start: int, n: int, kind: int, group: int) -> None:
+        """Slots [start, start + n), which were taken from one holder, are handed to the next without having been free."""
+        block_size = self.block_size
+        first, stop = -(-start // block_size), (start + n) // block_size
+        last = (start + n - 1) // block_size
+        self.block_kind[last] = kind
+        self.block_group[last] = group
+        if stop > first:
+            self._stamp = stamp = (self._stamp + 1) & 0xFFFFFFFF
+            self._generation_view[first:stop] = stamp
+
     # -- asking ------------------------------------------------------------------------------------------------
 
     def hole_slots(self) -> int:
