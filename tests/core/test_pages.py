@@ -1,0 +1,24 @@
+"""Sessions whose kernels read whole pages: what they find of what they published themselves."""
+
+import pytest
+
+from kvslot.allocator import Admitted, Pool, PoolConfig, Space, audit
+
+
+@pytest.mark.xfail(reason="a hit of whole pages ends where two nodes meet inside a page", strict=True)
+def test_a_chat_in_pages_finds_its_own_turns() -> None:
+    """The third turn of a chat finds all of the first two but the last page, as it does in full blocks."""
+    pool = Pool(PoolConfig(blocks=64, block_size=16))
+    root = pool.open_space(Space())
+    session = pool.open_session(page=16)
+    hits = []
+    for turn, length in enumerate((120, 200, 280)):
+        tokens = b"".join(token.to_bytes(4, "little") for token in range(length))
+        answer = pool.allocate(session, root, tokens, now=float(turn))
+        assert isinstance(answer, Admitted)
+        hits.append(answer.hit)
+        pool.commit(session, answer.sequence, length)
+        pool.free(session, answer.sequence)
+        assert audit(pool) == []
+    assert hits[1] >= 120 // 16 * 16
+    assert hits[2] >= 200 // 16 * 16
