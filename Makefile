@@ -12,7 +12,7 @@ START ?= $(shell date +%s)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check format fuzz bench clean
+.PHONY: help venv run test check format fuzz bench results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ fuzz: venv  ## the simulation on fresh seeds (MINUTES=10, START=first seed)
 
 bench: venv  ## measured budgets of the core
 	@$(BIN)/kvslotctl bench core $(ARGS)
+
+results: venv  ## docs/results.md measured anew, about three quarters of an hour (ARGS=--render: only written anew)
+	@$(PY) -Im kvslot.benchmarks.results $(ARGS)
 
 clean:  ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
