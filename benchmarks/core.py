@@ -27,10 +27,12 @@ from typing import Final, NamedTuple
 from kvslot.allocator import Admitted
 from kvslot.benchmarks.measure import Quantiles, clock, clock_cost_ns, quantiles, quiet_collector
 from kvslot.benchmarks.packing import pack
-from kvslot.benchmarks.report import Document, Result, meta, result
+from kvslot.benchmarks.report import Document, Result, budgets, meta, result
 from kvslot.benchmarks.traffic import Chained, Filling, Ours, Shape, Short, branch, noise, text
 from kvslot.daemon.collector import Collector, CollectorStatistics
 from kvslot.replay.policies.hashed import Shortage
+
+__all__ = ["FULL", "GROUPS", "QUICK", "Progress", "Size", "budgets", "run"]
 
 GROUPS: Final = ("packing", "allocate", "probe", "gc", "nodes", "blocks", "metadata", "replay")
 """In the order they run; `allocate`, `probe` and `gc` share one pair of filled pools."""
@@ -38,6 +40,8 @@ GROUPS: Final = ("packing", "allocate", "probe", "gc", "nodes", "blocks", "metad
 TURNOVER: Final = 1.2
 """How often a pool is filled over again before anything is measured."""
 BASELINE: Final = "chained"
+GROWTH_ROUNDS = 2_000
+"""Requests whose lives are compared between a small and a large pool."""
 
 Progress = Callable[[str, float], None]
 """Called with what is going on and the share of all work that is done, 0..1."""
@@ -275,6 +279,11 @@ def measure_probe(pair: Pair, size: Size, cost: int, report: Progress) -> list[R
                 pair.chained.cache(prompt)
         else:
             prompts = [text(pair.shape, chat, 0, length) for chat in chats]
+            # The requests before may have pushed some out of a small pool.
+            ours_has, chained_has, root = pair.ours.pool.probe, pair.chained.pool.probe, pair.ours.root
+            prompts = [
+                p for p in prompts if ours_has(root, p) == length - 1 and chained_has(p) >= length - 16
+            ]
         ours, theirs = probe_race(pair.ours, pair.chained, prompts, cost)
         samples = ours.samples
         if name != "512":
@@ -355,7 +364,7 @@ def measure_growth(group: str, size: Size, cost: int, report: Progress) -> list[
     """
     if group == "nodes":
         small_count, large_count, half = size.nodes_small, size.nodes_large, 12
-        rounds, rounds_each = 2_000, 400
+        rounds, rounds_each = GROWTH_ROUNDS, GROWTH_ROUNDS // 5
 
         def make(count: int) -> tuple[Ours, Filling, int]:
             # Three nodes of the short chats themselves make room for the measured ones.
@@ -363,7 +372,7 @@ def measure_growth(group: str, size: Size, cost: int, report: Progress) -> list[
             return Ours(count * 8), Filling(shape), count * 8
     else:
         small_count, large_count, half = size.blocks_small, size.blocks_large, 150
-        rounds, rounds_each = 1_200, 200
+        rounds, rounds_each = GROWTH_ROUNDS * 3 // 5, GROWTH_ROUNDS // 10
 
         def make(count: int) -> tuple[Ours, Filling, int]:
             slots = count * 16

@@ -3,19 +3,17 @@
 Each trace is replayed once at block 16 and once at block 528 through `slotted`, with a pool of 1.5 times the most
 distinct tokens that run at once and 64 sequences live at most.  A row shows the worst trace, and its note which it was.
 
-Unsplit: the same run with the core told never to begin a piece in a hole, so that nothing is split to fill one.
+Unsplit: the same run with `fill_holes` off, so that no piece is split to fill a hole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
 
 from kvslot import replay
-from kvslot.allocator import pool as core
 from kvslot.benchmarks.report import Result, result
 from kvslot.replay import policies
 
@@ -44,17 +42,6 @@ class Seen(NamedTuple):
     pseudo_oom: int
 
 
-@contextmanager
-def unsplit() -> Iterator[None]:
-    """Inside, pools never begin a piece in a hole."""
-    before = core.HOLES_FROM
-    core.HOLES_FROM = 0
-    try:
-        yield
-    finally:
-        core.HOLES_FROM = before
-
-
 def whole_run(rows: list[replay.Row]) -> replay.Row:
     """The row of the phase that covers everything."""
     return next(row for row in rows if row.phase == "all")
@@ -70,8 +57,8 @@ def look(trace: replay.Trace, block_size: int, seed: int, expander: replay.Expan
     pool_tokens = max(pool_tokens, 3 * block_size)
     config = msgspec.structs.replace(config, pool_tokens=pool_tokens)
     row = whole_run(replay.replay(trace, config, expander=expander).rows)
-    with unsplit():
-        whole = whole_run(replay.replay(trace, config, expander=expander).rows)
+    unsplit = msgspec.structs.replace(config, fill_holes=False)
+    whole = whole_run(replay.replay(trace, unsplit, expander=expander).rows)
     quantum = min(32, block_size)
     return Seen(
         trace.name,
