@@ -49,7 +49,7 @@ MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
-HOLES_EACH = 2  # most holes that one new piece begins in: each costs an extent
+HOLES_EACH, HOLES_PER = 2, 256  # a new piece begins in at most two holes, and one more for so many tokens of it
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
 SCATTER_SHIFT = 6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
 HAND_ON = 64  # cells from which a request takes over what its victims leave
@@ -403,7 +403,7 @@ class Pool:
                     own = [end, beside]
                     left -= beside
         if left > 0:
-            left -= self._fill_holes(left, HOLES_EACH, root, own)
+            left -= self._fill_holes(left, HOLES_EACH + left // HOLES_PER, root, own)
         if left > 0:
             cells = self._cells(-(-left // cell), FRESH, root, now) if run or left % cell == 0 else []
             if cells:
@@ -1198,16 +1198,19 @@ class Pool:
         while path and depth[path[-1]] >= hit:
             path.pop()
         part = hit % page
-        source = -1
+        end = -1
         if part:
             # A hit of pages ends in one stretch, even where several nodes share the last page.
             extents = []
             tree.path_extents(path, hit, extents)
-            source = extents[-2] + extents[-1] - part
+            end = extents[-2] + extents[-1]
         node = path[-1] if path else root
+        # Where the rest of the last page is free, as it is when a chat goes on, the page is filled up in place.
+        rest = page - part if part and self.runs.length_at.get(end, 0) >= page - part else 0
+        copied = 0 if rest else part
         evictable = tree.evictable
         tree.hold(node)
-        need = pages - hit + part
+        need = pages - hit + copied
         if path and hit < tree.depth[node] + tree.length[node]:
             node = path[-1] = self._hold_less(node, hit)
         mine = self.admission.waiting.get(ticket)
@@ -1218,28 +1221,34 @@ class Pool:
             tree.unhold(node, tree.tick[node])
             raise
         if later is None:
-            own = self._take_pages(need, page, now)
-            if not own:
+            if rest:
+                self.runs.take_within(end, end, rest)
+            own = self._take_pages(need - rest, page, now) if need > rest else []
+            if own or need == rest:
+                own = [end, rest, *own] if rest else own
+            else:
+                if rest:
+                    self.runs.give(end, rest)
                 if mine is not None:
                     self.admission.requeue(mine)
                 later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
         if later is not None:
             tree.unhold(node, tree.tick[node])
+            if copied and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
+                # Computing the broken page again needs less room than keeping it and a copy of it.
+                return self._allocate_pages(session, root, tokens, path, hit - part, now, later.ticket, priority)
             return later
-        copies = []
-        if part:
-            copies.append(Copy(source, own[0], part))
         path = tree.path_to(node)  # to make room, nodes on it may have been split
-        answer = self._start(session, root, node, tokens, path, hit, own, priority, part)
-        if part:
+        answer = self._start(session, root, node, tokens, path, hit, own, priority, copied)
+        if copied:
             sequence = self.sequences[answer.sequence]
             first = sequence.own[0]
+            answer.copies = [Copy(end - part, first.extents[0], part)]
             if first.length > part:
                 self._split_range(sequence, first, part)
             first.kind = PEELED
             self.peeled += part
             self.copied_tokens += part
-            answer.copies = copies
         return answer
 
     def _extend_pages(
