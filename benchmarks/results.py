@@ -65,6 +65,7 @@ GIANT: Final = "kvtester_a"
 SIZED: Final = ("mix200_a", "sgd_a", "mtbench101_a", "sharegpt_a", "taubench_airline_a")
 SIZES: Final = "16 32 64 128 256 512 528 2048"
 COSTED: Final = ("sgd_a", "mtbench101_a", "taubench_airline_a", "ragpulse", "mix200_a")
+COST_POLICIES: Final = "paged hashed token slotted"
 COST_SEEDS: Final = (0, 1, 2)
 """The seed changes nothing in these runs but the moment they are made: three measurements of the same work."""
 ENGINED: Final = ("sgd_a", "mtbench101_a", "taubench_airline_a", "sharegpt_a", "mix200_a")
@@ -73,7 +74,6 @@ POOL: Final = 400_000
 HOURS: Final = 72
 RATE: Final = 1.0
 LIVE_LIMIT: Final = 256
-LIVE_REQUESTS: Final = 3000
 BENCH: Final = ("packing", "allocate", "probe", "gc", "metadata", "blocks", "nodes")
 
 
@@ -130,7 +130,11 @@ def listed() -> list[Command]:
     for seed in COST_SEEDS:
         for trace in COSTED:
             found.append(
-                replay("cost", f"{trace} --policy all --pool-tokens {POOL} --no-optimum --seed {seed}", seed)
+                replay(
+                    "cost",
+                    f"{trace} --policy {COST_POLICIES} --pool-tokens {POOL} --no-optimum --seed {seed}",
+                    seed,
+                )
             )
     for trace in ENGINED:
         pool = f" --pool-tokens {POOL}" if trace == "mix200_a" else ""
@@ -157,8 +161,8 @@ def listed() -> list[Command]:
             ("all", "first_hour", "last_hour"),
         )
     )
-    search = f"mix200_a --requests {LIVE_REQUESTS} --pool-tokens {POOL} --max-live-search {LIVE_LIMIT}"
-    found.append(replay("sessions", f"{search} --policy all --no-optimum", 3))
+    search = f"mix200_a --policy all --pool-tokens {POOL} --max-live-search {LIVE_LIMIT} --no-optimum"
+    found.append(replay("sessions", search, 3))
     only = " ".join(f"--only {group}" for group in BENCH)
     found.append(Command("core", ("bench", "core", *only.split()), slow=2))
     return sorted(found, key=lambda command: command.slow)

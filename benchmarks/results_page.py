@@ -16,12 +16,13 @@ import msgspec
 from kvslot.benchmarks.report import Result
 from kvslot.benchmarks.results import (
     BENCH,
+    COST_POLICIES,
+    COST_SEEDS,
     COSTED,
     ENGINED,
     EVICTIONS,
     HOURS,
     LIVE_LIMIT,
-    LIVE_REQUESTS,
     POOL,
     RATE,
     SIZED,
@@ -434,8 +435,10 @@ def cost(kept: Kept) -> list[str]:
     verdicts: list[str] = []
     for trace in COSTED:
         found: dict[str, list[float]] = {}
-        for seed in (0, 1, 2):
-            for row in kept.whole(f"{trace} --policy all --pool-tokens {POOL} --no-optimum --seed {seed}"):
+        for seed in COST_SEEDS:
+            for row in kept.whole(
+                f"{trace} --policy {COST_POLICIES} --pool-tokens {POOL} --no-optimum --seed {seed}"
+            ):
                 found.setdefault(row.policy, []).append(row.cpu_us_per_request)
         if "slotted" not in found:
             continue
@@ -807,8 +810,8 @@ def long(kept: Kept) -> list[str]:
 
 
 def sessions(kept: Kept) -> list[str]:
-    search = f"mix200_a --requests {LIVE_REQUESTS} --pool-tokens {POOL} --max-live-search {LIVE_LIMIT}"
-    rows = by_policy(kept.whole(f"{search} --policy all --no-optimum"))
+    search = f"mix200_a --policy all --pool-tokens {POOL} --max-live-search {LIVE_LIMIT} --no-optimum"
+    rows = by_policy(kept.whole(search))
     lines = [
         (
             policy,
@@ -825,7 +828,7 @@ def sessions(kept: Kept) -> list[str]:
     said = prose(
         "The largest number of sequences running at once with no preemption and at most 1 % of requests "
         "refused: mix200_a, "
-        f"{POOL:,} slots, blocks of 16, searched for up to {LIVE_LIMIT} on the first {LIVE_REQUESTS:,} requests."
+        f"{POOL:,} slots, blocks of 16, searched for up to {LIVE_LIMIT}."
     )
     findings = []
     most = {policy: rows[policy].max_concurrent_sessions or 0 for policy in rows}
