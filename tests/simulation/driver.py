@@ -11,12 +11,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kvslot.allocator import UNLIMITED, Later, Life, Never, Pool, PoolConfig, Preempt, Pressure, Ready, Refusal
+from kvslot.allocator import (
+    UNLIMITED,
+    Abandoned,
+    Later,
+    Life,
+    Never,
+    Pool,
+    PoolConfig,
+    Preempt,
+    Pressure,
+    Published,
+    Ready,
+    Refusal,
+)
+from kvslot.allocator import pool as core
 from kvslot.daemon.device.simulated import Schedule
 
 from .world import Engine, Fault, Seq, World, require
 
 STEPS = 120
+core.PROMISE_LEAST = 4  # prompts are short here, and shall wait for each other all the same
 
 
 class Driver:
@@ -142,7 +157,7 @@ class Driver:
             root, tokens, contiguous = rng.choice(self.roots), self.a_prompt(), rng.random() < 0.1
         answer = world.allocate(
             engine, root, tokens, ticket=ticket, contiguous=contiguous and engine.page == 1,
-            priority=rng.choice((0, 0, 0, 1, 3)),
+            priority=rng.choice((0, 0, 0, 1, 3)), wait_for_commit=rng.random() < 0.2,
         )  # fmt: skip
         self.tickets.pop(ticket, None)
         if isinstance(answer, Later):
@@ -420,7 +435,7 @@ class Driver:
             if engine is None or engine.life != "live":
                 continue
             world.tally[type(push).__name__] += 1
-            if isinstance(push, Ready):
+            if isinstance(push, Ready | Published | Abandoned):
                 if push.ticket in self.tickets and self.rng.random() < 0.7:
                     _, root, tokens, contiguous = self.tickets.pop(push.ticket)
                     got = world.allocate(engine, root, tokens, ticket=push.ticket, contiguous=contiguous and engine.page == 1)
