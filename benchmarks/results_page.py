@@ -212,12 +212,11 @@ def traces(kept: Kept) -> list[str]:
                 lines.append((about, *_figures(rows[policy])))
                 about = ""
     said = prose(
-        "The pool is 1.5 times the most distinct tokens that run at once (the figure behind the trace's name), 64 "
-        "sequences live at most, blocks of 16, LRU. *Waste* is `internal_fragmentation_pct`: of the slots in "
-        "blocks that "
-        "are not wholly free, the share that holds no distinct token; room to grow into is left out. *Lost "
-        "hits* are "
-        "prompt tokens that were cached but not found because of rounding, *evicted hits* those that were gone."
+        "The pool is 1.5 times the most distinct tokens that run at once (the figure behind the trace's "
+        "name), 64 sequences live at most, blocks of 16, LRU. *Waste* is `internal_fragmentation_pct`: of "
+        "the slots in blocks that are not wholly free, the share that holds no distinct token; room to "
+        "grow into is left out. *Lost hits* are prompt tokens that were cached but not found because of "
+        "rounding, *evicted hits* those that were gone."
     )
     return said + bullets(_trace_findings(found)) + table(titles, lines, left=2)
 
@@ -245,11 +244,10 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
     waste = {trace: (rows["paged"].waste, rows["slotted"].waste) for trace, rows in both.items()}
     small = sorted((pair[0], trace) for trace, pair in waste.items() if pair[0] < SMALL_WASTE)
     yield (
-        f"**Nothing to win back** in {several(len(small), 'trace')} of {len(both)}: plain pages already waste "
-        "less than "
-        f"{SMALL_WASTE:g} % there ({listing(f'{trace} {number(value)} %' for value, trace in small)}). Prompts "
-        "are long "
-        f"or nothing is shared: half a block at the end of a long sequence is little."
+        f"**Nothing to win back** in {several(len(small), 'trace')} of {len(both)}: plain pages already "
+        f"waste less than {SMALL_WASTE:g} % there "
+        f"({listing(f'{trace} {number(value)} %' for value, trace in small)}). Prompts are long or nothing "
+        "is shared: half a block at the end of a long sequence is little."
     )
     large = sorted(((pair[0] - pair[1], trace) for trace, pair in waste.items()), reverse=True)
     yield (
@@ -274,8 +272,8 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
         yield (
             "`hashed` keeps full blocks only, so that rounding costs it hits and not slots: "
             f"{number(median(value for value, _ in hashed))} % waste on the median trace. More than "
-            f"{SMALL_WASTE:g} %: {listing(doubled)}. `token` wastes "
-            f"{number(max(token))} % at most, since slots of one token leave nothing over; it pays in extents."
+            f"{SMALL_WASTE:g} %: {listing(doubled)}. `token` wastes {number(max(token))} % at most, since "
+            "slots of one token leave nothing over; it pays in extents."
         )
     gains = {
         trace: rows["slotted"].hit_tokens_pct - rows["hashed"].hit_tokens_pct
@@ -286,8 +284,8 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
     less = sorted((gain, trace) for trace, gain in gains.items() if gain <= -POINTS)
     yield (
         "**Hits** against `hashed`: "
-        f"{listing((f'{trace} {signed(gain)}' for gain, trace in more), 'more nowhere')} points; "
-        f"less: {listing(f'{trace} {signed(gain)}' for gain, trace in less)}; within {POINTS:g} points: "
+        f"{listing((f'{trace} {signed(gain)}' for gain, trace in more), 'more nowhere')} points; less: "
+        f"{listing(f'{trace} {signed(gain)}' for gain, trace in less)}; within {POINTS:g} points: "
         f"{several(len(gains) - len(more) - len(less), 'trace')}."
     )
     versus = {
@@ -295,13 +293,20 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
         for trace, rows in both.items()
         if "token" in rows
     }
+    # What could be found at best rises only where a request waits for what another one is computing.
+    waits = {
+        trace: rows["slotted"].hit_tokens_pct_ideal - rows["token"].hit_tokens_pct_ideal
+        for trace, rows in both.items()
+        if "token" in rows
+    }
     apart = sorted(((gain, trace) for trace, gain in versus.items() if abs(gain) >= POINTS), reverse=True)
+    waited = [f"{trace} {signed(gain)}" for gain, trace in apart if waits[trace] >= gain / 2 > 0]
+    other = [f"{trace} {signed(gain)}" for gain, trace in apart if not waits[trace] >= gain / 2 > 0]
     yield (
-        "Against `token`, which finds every token as well: "
-        f"{listing(f'{trace} {signed(gain)}' for gain, trace in apart)} "
-        f"points, the others within {POINTS:g}. Where `slotted` finds more it is because it lets a request wait "
-        "while "
-        f"another one computes the same prefix; the other policies, and the optimum, compute it twice."
+        f"Against `token`, which finds every token as well: {listing(waited)} points because `slotted` lets "
+        "a request wait while another one computes the same prefix (what can be found at best rises as "
+        f"much; the others, and the optimum, compute it twice); {listing(other)} because other tokens were "
+        f"evicted; the rest within {POINTS:g}."
     )
     refused = [
         (policy, sum(rows[policy].refusals for rows in both.values() if policy in rows),
@@ -309,20 +314,22 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
          sum(rows[policy].preemptions for rows in both.values() if policy in rows))
         for policy in POLICIES
     ]  # fmt: skip
+    short = [policy for policy, a, _, c in refused if a or c]
     yield (
         "Refusals / pseudo-OOM / preemptions over all these traces: "
         + listing(f"{policy} {a:,} / {b:,} / {c:,}" for policy, a, b, c in refused)
-        + ". At 1.5 times the peak only one maximal run a sequence is short of memory."
+        + ". Short of memory in pools of 1.5 times the peak: "
+        + listing(f"`{policy}`" for policy in short)
+        + "."
     )
     stuck = sum(row.stuck + row.never for rows in both.values() for row in rows.values())
     yield f"Requests that were dropped (could never fit, or were stuck): {stuck:,}."
     high = max((rows["slotted"].internal_fragmentation_pct.max, trace) for trace, rows in both.items())
     yield (
-        f"Maxima are from nearly empty moments: the highest of `slotted` is {number(high[0])} % ({high[1]}), "
-        "when a few "
-        "sequences have just begun or all but a few have gone, and a handful of slots is a large share. "
-        "Duplicates, tokens "
-        "that two requests computed at the same time, count as waste under every policy."
+        f"Maxima are from nearly empty moments: the highest of `slotted` is {number(high[0])} % "
+        f"({high[1]}), when a few sequences have just begun or all but a few have gone, and a handful of "
+        "slots is a large share. Duplicates, tokens that two requests computed at the same time, count as "
+        "waste under every policy."
     )
     ratios = {
         policy: median(
@@ -335,8 +342,8 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
     }
     if ratios:
         yield (
-            "**CPU time** of `slotted` a request, as a multiple of the baselines' in the same Python (median "
-            "trace): "
+            "**CPU time** of `slotted` a request, as a multiple of the baselines' in the same Python "
+            "(median trace): "
             + listing(f"{policy} {value:.1f}x" for policy, value in ratios.items())
             + ". The baselines here are the bare algorithm, without the sessions, leases, fences and tickets of "
             "the core."
@@ -355,6 +362,7 @@ def sizes(kept: Kept) -> list[str]:
     steps = [int(size) for size in SIZES.split()]
     lines: list[Sequence[str]] = []
     waste: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    hits: dict[tuple[str, int], list[tuple[str, float]]] = {}
     for trace in SIZED:
         rows = kept.whole(f"{trace} --policy paged hashed slotted --block-size {SIZES} --no-optimum")
         for policy in ("paged", "hashed", "slotted"):
@@ -363,6 +371,7 @@ def sizes(kept: Kept) -> list[str]:
                 continue
             for size, row in mine.items():
                 waste.setdefault((policy, size), []).append((row.waste, trace))
+                hits.setdefault((policy, size), []).append((trace, row.hit_tokens_pct))
             lines.append(
                 (
                     f"**{trace}**" if policy == "paged" else "",
@@ -378,17 +387,20 @@ def sizes(kept: Kept) -> list[str]:
                 )
             )
     said = prose(
-        "An often-read claim says that blocks of 16 to 64 waste less than 5 %, and that waste grows above 512. "
-        "Waste in %, "
-        "mean, and below it the hits, by block size; pools as above (made for each size anew: 1.5 times the peak)."
+        "An often-read claim says that blocks of 16 to 64 waste less than 5 %, and that waste grows above "
+        "512. Waste in %, mean, and below it the hits, by block size; pools as above."
     )
     return (
-        said + bullets(_size_findings(waste, steps)) + table(["trace", "", *map(str, steps)], lines, left=2)
+        said
+        + bullets(_size_findings(waste, hits, steps))
+        + table(["trace", "", *map(str, steps)], lines, left=2)
     )
 
 
 def _size_findings(
-    waste: Mapping[tuple[str, int], list[tuple[float, str]]], steps: list[int]
+    waste: Mapping[tuple[str, int], list[tuple[float, str]]],
+    hits: Mapping[tuple[str, int], list[tuple[str, float]]],
+    steps: list[int],
 ) -> Iterable[str]:
     for policy in ("paged", "hashed", "slotted"):
         small = [
@@ -418,12 +430,14 @@ def _size_findings(
         if not at[2048] or not at[512]:
             continue
         grows = [trace for trace in at[2048] if at[2048][trace] > at[512].get(trace, 0.0)]
+        found = {size: dict(hits.get((policy, size), [])) for size in (16, 2048)}
+        fall = [found[16][trace] - found[2048][trace] for trace in at[2048] if trace in found[16]]
         low, high = min(at[2048].values()), max(at[2048].values())
         yield (
-            f"`{policy}`, above 512: waste grows from 512 to 2048 on {len(grows)} of {len(at[2048])} traces, "
-            "and at 2048 is "
-            f"{number(low, 1)} to {number(high, 1)} % (at 16: {number(min(at[16].values()), 1)} to "
-            f"{number(max(at[16].values()), 1)} %)."
+            f"`{policy}`, above 512: waste grows from 512 to 2048 on {len(grows)} of {len(at[2048])} "
+            f"traces, and at 2048 is {number(low, 1)} to {number(high, 1)} % (at 16: "
+            f"{number(min(at[16].values()), 1)} to {number(max(at[16].values()), 1)} %); hits fall by "
+            f"{number(min(fall), 1)} to {number(max(fall), 1)} points from 16 to 2048."
         )
 
 
@@ -433,13 +447,16 @@ def _size_findings(
 def cost(kept: Kept) -> list[str]:
     lines: list[Sequence[str]] = []
     verdicts: list[str] = []
+    ratios: dict[str, float] = {}
     for trace in COSTED:
         found: dict[str, list[float]] = {}
+        prompts = 0.0
         for seed in COST_SEEDS:
             for row in kept.whole(
                 f"{trace} --policy {COST_POLICIES} --pool-tokens {POOL} --no-optimum --seed {seed}"
             ):
                 found.setdefault(row.policy, []).append(row.cpu_us_per_request)
+                prompts = row.mean_prompt
         if "slotted" not in found:
             continue
         middle = {policy: median(values) for policy, values in found.items()}
@@ -458,28 +475,34 @@ def cost(kept: Kept) -> list[str]:
             )
         )
         if ours > most:
-            verdicts.append(f"{trace} ({ours / min(theirs):.2f}x)")
+            verdicts.append(
+                f"{trace} ({ours / min(theirs):.3f}x, prompts of {prompts:,.0f} tokens on average)"
+            )
+        if "hashed" in middle:
+            ratios[trace] = ours / middle["hashed"]
     said = prose(
-        f"{POOL:,} slots, 64 live, blocks of 16; thread CPU time of admit, publication and release together, a "
-        "finished "
-        "request, the median of three runs. The figures of vLLM and SGLang were taken on another machine by "
-        "others: the "
-        f"comparison is indicative. The budget is {COST_SHARE:g} of the cheaper of the two."
+        f"{POOL:,} slots, 64 live, blocks of 16; thread CPU time of admit, publication and release "
+        "together, a finished request, the median of three runs. The figures of vLLM and SGLang were taken "
+        f"on another machine by others: the comparison is indicative. The budget is {COST_SHARE:g} of the "
+        "cheaper of the two."
     )
-    finding = (
-        [
+    finding: list[str] = []
+    if lines:
+        finding.append(
             f"Budget held on {len(lines) - len(verdicts)} of {len(lines)} traces; missed on: {listing(verdicts)}."
-        ]
-        if lines
-        else []
-    )
+        )
+    if ratios:
+        finding.append(
+            "Against the same way of hashing blocks in this repository, in the same process, with nothing around it: "
+            + listing(f"{trace} {ratio:.2f}x" for trace, ratio in ratios.items())
+            + "."
+        )
     if verdicts:
         finding.append(
-            "Where it is missed, prompts are short: what remains is the fixed cost of a request (a session's, a "
-            "lease's and a "
-            "node's bookkeeping in Python), which a block manager without those does not have; the longer the "
-            "prompt, the "
-            "better the ratio, since the work goes by extents and not by blocks."
+            "Where it is missed, prompts are short: what remains is the fixed cost of a request (a "
+            "session's, a lease's and a node's bookkeeping in Python), which a block manager without those "
+            "does not have. The longer the prompt, the better the ratio, since the work goes by extents "
+            "and not by blocks."
         )
     titles = (
         "trace", "slotted", "paged here", "hashed here", "token here", "vLLM", "SGLang", "budget",
@@ -521,11 +544,10 @@ def engines(kept: Kept) -> list[str]:
             if len(hits) == 2:
                 gains[routing].append((hits["shared"] - hits["partitioned"], trace))
     said = prose(
-        "Four engines with a fourth of the memory each (`partitioned`, as engines have it today) against four "
-        "engines on one "
-        f"pool of as many slots (`shared`). 64 live in all, 1.5 times the peak ({POOL:,} for mix200_a). "
-        "`sticky`: a session "
-        "stays with its engine; `random`: a balancer that knows nothing."
+        "Four engines with a fourth of the memory each (`partitioned`, as engines have it today) against "
+        "four engines on one pool of as many slots (`shared`). 64 live in all, 1.5 times the peak "
+        f"({POOL:,} for mix200_a). `sticky`: a session stays with its engine; `random`: a balancer that "
+        "knows nothing."
     )
     findings = []
     for routing, found in gains.items():
@@ -592,29 +614,28 @@ def eviction(kept: Kept) -> list[str]:
     if first is not None and first.prompt_tokens:
         gone = 100 * first.evicted_hit_tokens / first.prompt_tokens
         findings.append(
-            f"mix200_a at {POOL:,} slots: plain LRU loses {number(gone, 1)} % of all prompt tokens to eviction and "
-            f"{number(100 * first.lost_hit_tokens / first.prompt_tokens, 1)} % to rounding; the optimum finds "
-            f"{number(first.hit_tokens_pct_optimum, 1)} %, LRU {number(first.hit_tokens_pct, 1)} %."
+            f"mix200_a at {POOL:,} slots: plain LRU loses {number(gone, 1)} % of all prompt tokens to "
+            f"eviction and {number(100 * first.lost_hit_tokens / first.prompt_tokens, 1)} % to rounding; "
+            f"the optimum finds {number(first.hit_tokens_pct_optimum, 1)} %, LRU "
+            f"{number(first.hit_tokens_pct, 1)} %."
         )
     for policy, shares in closed.items():
         findings.append(
-            f"`{policy}` closes {100 * median(share for share, _ in shares):.0f} % of the gap between LRU and "
-            "the optimum on the "
-            f"median of {several(len(shares), 'case')} with a gap of {POINTS:g} points or more (from "
-            f"{100 * min(shares)[0]:.0f} % on {min(shares)[1]} to {100 * max(shares)[0]:.0f} % on "
-            f"{max(shares)[1]}); it finds "
-            f"less than LRU on: {listing(worse.get(policy, []))}."
+            f"`{policy}` closes {100 * median(share for share, _ in shares):.0f} % of the gap between LRU "
+            f"and the optimum on the median of {several(len(shares), 'case')} with a gap of {POINTS:g} "
+            f"points or more (from {100 * min(shares)[0]:.0f} % on {min(shares)[1]} to "
+            f"{100 * max(shares)[0]:.0f} % on {max(shares)[1]}); it finds less than LRU on: "
+            f"{listing(worse.get(policy, []))}."
         )
     if quiet:
         findings.append(
             f"Not listed, since eviction costs them less than 0.5 % of the prompt tokens: {listing(quiet)}."
         )
     said = prose(
-        "Hits in % under `slotted`, by order of eviction. *Ideal* never evicts; the *optimum* knows the rest of "
-        "the trace "
-        "(next use), in a pool of the same size, and does not wait for prefixes that are being computed, so "
-        "that a policy may "
-        "find a little more than it. *Closed*: how much of the way from LRU to the optimum."
+        "Hits in % under `slotted`, by order of eviction. *Ideal* never evicts; the *optimum* knows the "
+        "rest of the trace (next use), in a pool of the same size, and does not wait for prefixes that are "
+        "being computed, so that a policy may find a little more than it. *Closed*: how much of the way "
+        "from LRU to the optimum."
     )
     titles = ["trace, pool", "ideal", "optimum", "lru"]
     for policy in EVICTIONS[1:]:
@@ -688,13 +709,11 @@ def budgets(kept: Kept) -> list[str]:
         pool = next(iter(rows.values()))[0].pool_tokens
         lines.append((words, f"{pool:,}", *cells))
     said = prose(
-        "`slotted`, pool of 1.5 times the peak, 64 live. Budgets: waste of 0.5 % at blocks of 16 and 2 % at "
-        "528; extents per "
-        "1,000 tokens within 1.3 times of the same run with `--unsplit`, where no piece is ever split to fill a "
-        "hole; reserved "
-        "slots within 64 x 1.25 growth runs (of 16 slots at blocks of 16, of 32 above), as a share of the pool; "
-        "no refusal "
-        "for want of memory that was there. Missed ones are bold."
+        "`slotted`, pool of 1.5 times the peak, 64 live. Budgets: waste of 0.5 % at blocks of 16 and 2 % "
+        "at 528; extents per 1,000 tokens within 1.3 times of the same run with `--unsplit`, where no "
+        "piece is ever split to fill a hole; reserved slots within 64 x 1.25 growth runs (of 16 slots at "
+        "blocks of 16, of 32 above), as a share of the pool; no refusal for want of memory that was there. "
+        "Missed ones are bold."
     )
     findings = [
         f"{budget}: held on {sum(oks)} of {several(len(oks), 'trace')}." for budget, oks in tallies.items()
@@ -717,6 +736,14 @@ def _waste_miss(trace: str, row: Row, whole: Row) -> str:
     doubles = row.duplicate_tokens.mean
     allowed = most / (100 - most) * row.occupancy_pct.mean / 100 * row.usable_tokens
     blocks = row.usable_tokens // size
+    if row.requests < 2 * LIVE:
+        high = row.internal_fragmentation_pct.max
+        return (
+            f"waste, block {size}, {trace}: {number(row.waste)} % for {most:g} %: "
+            f"{several(row.requests, 'request')} in all, so the mean is made of nearly empty moments; being "
+            f"{100 * row.waste / high:.0f} % of the time at its maximum of {number(high)} %, one short prompt alone "
+            f"in its block, gives as much. Unsplit it would be {number(whole.waste)} %."
+        )
     causes: list[str] = []
     if wasted and doubles >= wasted / 3:
         causes.append(
@@ -726,8 +753,6 @@ def _waste_miss(trace: str, row: Row, whole: Row) -> str:
         causes.append(
             f"the pool has {several(blocks, 'block')} for 64 sequences, so most blocks are shared and half full"
         )
-    if row.requests < 2 * LIVE:
-        causes.append(f"{several(row.requests, 'request')} in all, so nearly empty moments weigh much")
     each = row.usable_tokens / LIVE
     if each < SMALL_POOL:
         causes.append(
@@ -739,8 +764,8 @@ def _waste_miss(trace: str, row: Row, whole: Row) -> str:
             f"the pool is {row.occupancy_pct.mean:.0f} % full on average, so that few slots are a large share"
         )
     return (
-        f"waste, block {size}, {trace}: {number(row.waste)} % for {most:g} %, about {wasted:,.0f} slots where "
-        f"{allowed:,.0f} are allowed"
+        f"waste, block {size}, {trace}: {number(row.waste)} % for {most:g} %, about {wasted:,.0f} slots "
+        f"where {allowed:,.0f} are allowed"
         + (": " + "; ".join(causes) if causes else "")
         + f". Unsplit it would be {number(whole.waste)} %."
     )
@@ -748,12 +773,11 @@ def _waste_miss(trace: str, row: Row, whole: Row) -> str:
 
 def _extents_miss(trace: str, row: Row, whole: Row, growth: float) -> str:
     return (
-        f"extents, block {row.block_size}, {trace}: {growth:.2f}x for {EXTENTS_MOST:g}x, "
-        f"{number(row.extents_per_1k_tokens, 1)} per 1,000 tokens for {number(whole.extents_per_1k_tokens, 1)}: "
-        "an extent has "
-        f"{1000 / row.extents_per_1k_tokens:,.0f} slots on average and prompts {row.mean_prompt:,.0f} tokens, "
-        "so that each hole "
-        f"that is filled weighs; splitting buys {number(whole.waste)} -> {number(row.waste)} % of waste."
+        f"extents, block {row.block_size}, {trace}: {growth:.3f}x for {EXTENTS_MOST:g}x, "
+        f"{number(row.extents_per_1k_tokens, 1)} per 1,000 tokens for "
+        f"{number(whole.extents_per_1k_tokens, 1)}: an extent has {1000 / row.extents_per_1k_tokens:,.0f} "
+        f"slots on average and prompts {row.mean_prompt:,.0f} tokens, so that each hole that is filled "
+        f"weighs; splitting buys {number(whole.waste)} -> {number(row.waste)} % of waste."
     )
 
 
@@ -772,9 +796,9 @@ def long(kept: Kept) -> list[str]:
         for row in rows
     ]  # fmt: skip
     said = prose(
-        f"mix200_a, round and round with new sessions for {HOURS} simulated hours, {RATE:g} requests a second "
-        "(Poisson), 64 live at "
-        "most, pool of 1.5 times the peak of that load, blocks of 16, `slotted`."
+        f"mix200_a, round and round with new sessions for {HOURS} simulated hours, a rate of {RATE:g} a "
+        "second (Poisson), 64 live at most, pool of 1.5 times the peak of that load, blocks of 16, "
+        "`slotted`."
     )
     by_phase = {row.phase: row for row in rows}
     findings = []
@@ -788,8 +812,8 @@ def long(kept: Kept) -> list[str]:
         first, last = by_phase["first_hour"], by_phase["last_hour"]
         findings.append(
             f"Waste in the first hour {number(first.waste, 3)} %, in the last {number(last.waste, 3)} %; "
-            "extents per 1,000 tokens "
-            f"{number(first.extents_per_1k_tokens, 1)} and {number(last.extents_per_1k_tokens, 1)}: "
+            f"extents per 1,000 tokens {number(first.extents_per_1k_tokens, 1)} and "
+            f"{number(last.extents_per_1k_tokens, 1)}: "
             + (
                 "it does not silt up."
                 if last.waste <= first.waste + 0.1
@@ -827,17 +851,16 @@ def sessions(kept: Kept) -> list[str]:
     ]
     said = prose(
         "The largest number of sequences running at once with no preemption and at most 1 % of requests "
-        "refused: mix200_a, "
-        f"{POOL:,} slots, blocks of 16, searched for up to {LIVE_LIMIT}."
+        f"refused: mix200_a, {POOL:,} slots, blocks of 16, searched for up to {LIVE_LIMIT}."
     )
     findings = []
     most = {policy: rows[policy].max_concurrent_sessions or 0 for policy in rows}
     if "slotted" in most and "paged" in most:
         others = {policy: value for policy, value in most.items() if policy in ("paged", "hashed", "token")}
         findings.append(
-            f"`slotted` {most['slotted']:,}; of the other paged ones the best reaches {max(others.values()):,}. "
-            "What counts here "
-            "is running sequences, whose blocks are nearly all full: at blocks of 16 there is little to win."
+            f"`slotted` {most['slotted']:,}; of the other paged ones the best reaches "
+            f"{max(others.values()):,}. What counts here is running sequences, whose blocks are nearly all "
+            "full: at blocks of 16 there is little to win."
         )
     return said + bullets(findings) + table(("policy", "max_concurrent_sessions"), lines)
 
@@ -852,8 +875,7 @@ def core(kept: Kept) -> list[str]:
     missed = [each for each in judged if not each.ok]
     said = prose(
         "`kvslotctl bench core`: CPU time of one call each, ours and the baseline by turns in one process. "
-        "Ratios gate; the "
-        "microseconds are this machine's."
+        "Ratios gate; the microseconds are this machine's."
     )
     findings = []
     if judged:
@@ -901,9 +923,9 @@ def render(entries: Mapping[str, Entry]) -> str:
         "# Results",
         "",
         *prose(
-            "Written by `make results` from the rows in [benchmarks/results](../benchmarks/results): do not edit. "
-            "What a figure means is said where it first stands; `kvslotctl replay --help` tells of the switches. "
-            "Everything but CPU time is simulated and comes out the same on any machine."
+            "Written by `make results` from the rows in [benchmarks/results](../benchmarks/results): do "
+            "not edit. What a figure means is said where it first stands; `kvslotctl replay --help` tells "
+            "of the switches. Everything but CPU time is simulated and comes out the same on any machine."
         ),
         *_origin(entries, commands),
     ]
@@ -959,8 +981,8 @@ def _commands(commands: Sequence[Command], entries: Mapping[str, Entry]) -> list
         "## The commands",
         "",
         *prose(
-            "Each with `--json=FILE`, and the seconds it took. `python -m kvslot.benchmarks.results --only SECTION` "
-            "makes one section, `--changed` what other code gave."
+            "Each with `--json=FILE`, and the seconds it took. `python -m kvslot.benchmarks.results --only "
+            "SECTION` makes one section, `--changed` what other code gave."
         ),
     ]
     for section, _, _ in SECTIONS:
