@@ -1444,7 +1444,7 @@ class Pool:
         gone = tree.shed(cells * cell, 2 * self.block_size, self.headroom * cell, extents)
         self.evicted_tokens += gone
         self.ledger.shift_all(extents, gone, CACHED, FREE)
-        give, put_to_use = runs.give, runs.put_to_use
+        give = runs.give
         most = cells * cell
         for i in range(0, len(extents), 2):
             slot, length = extents[i], extents[i + 1]
@@ -1453,11 +1453,12 @@ class Pool:
                     give(slot + most, length - most)
                     length = most
                 most -= length
-                put_to_use(slot, length, kind, group)
                 own.append(slot)
                 own.append(length)
             else:
                 give(slot, length)
+        if own:
+            runs.handed_on(own, kind, group)
         return cells - most // cell
 
     def _evict_cells(self, goal: int, now: float) -> None:

@@ -6,7 +6,8 @@ garbage collector, and nothing here is per token.
 
     parent    0 for a root                        kid     0 leaf · > 0 the only child · < 0 index into `fans`
     depth     tokens before this node             length  tokens of this node
-    slot      first slot of the only extent, or -1: the extents stand in `scattered`, flat
+    slot      first slot of the first extent              head    slots of the first extent, all if it is the only one
+    tail_slot first slot of the second extent, which has the rest; with three or more slot is -1: see `scattered`
     holds     leases, pins and moves that end here + children with holds > 0
     tick      last access                         flags, priority, expiry
 
@@ -89,6 +90,7 @@ class PrefixTree:
         "expiry",
         "fans",
         "flags",
+        "head",
         "_clusters_bare",
         "_clusters_part",
         "_in_part",
@@ -103,6 +105,7 @@ class PrefixTree:
         "priority",
         "scattered",
         "slot",
+        "tail_slot",
         "tick",
         "tokens",
         "unit",
@@ -119,14 +122,15 @@ class PrefixTree:
         self.depth = array("i", [0] * 16)
         self.length = array("i", [0] * 16)
         self.slot = array("i", [0] * 16)
+        self.head = array("i", [0] * 16)
+        self.tail_slot = array("i", [0] * 16)
         self.holds = array("i", [0] * 16)
         self.tick = array("q", [0] * 16)
         self.flags = array("B", [0] * 16)
         self.priority = array("b", [0] * 16)
         self.keys: list[bytes] = [b""] * 16
         self.expiry: dict[int, float] = {}
-        # A column too, of buffers: in a dict of lists each look-up would touch a dozen places that no cache holds.
-        self.scattered: list[array[int] | None] = [None] * 16
+        self.scattered: dict[int, list[int]] = {}  # the extents, flat, of nodes with three or more: few
         self.fans: list[Fan] = [{}]
         self._empty_fans: list[int] = []
         self._vacant = array("H", [0])  # by cluster: bit i is set when node 16 * cluster + i does not live
@@ -190,13 +194,14 @@ class PrefixTree:
     def _grow(self) -> None:
         old = len(self.keys)
         more = max(1024, old // 64 * 16)
-        for column in (self.parent, self.kid, self.depth, self.length, self.slot, self.holds):
+        for column in (
+            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds,
+        ):  # fmt: skip
             column.frombytes(bytes(4 * more))
         self.tick.frombytes(bytes(8 * more))
         self.flags.frombytes(bytes(more))
         self.priority.frombytes(bytes(more))
         self.keys.extend([b""] * more)
-        self.scattered.extend([None] * more)
         self.evictor.resize(old + more)
         first = old >> 4
         self._vacant.extend([_ALL] * (more >> 4))
@@ -213,29 +218,31 @@ class PrefixTree:
     def extents(self, node: int) -> list[int]:
         """The node's slots as a flat list slot, length, ..."""
         slot = self.slot[node]
-        if slot >= 0:
-            return [slot, self.length[node]]
-        pieces = self.scattered[node]
-        assert pieces is not None
-        return pieces.tolist()
+        if slot < 0:
+            return list(self.scattered[node])
+        head, length = self.head[node], self.length[node]
+        return [slot, length] if head == length else [slot, head, self.tail_slot[node], length - head]
 
     def end_slot(self, node: int) -> int:
         """The slot behind the node's last one."""
         slot = self.slot[node]
-        if slot >= 0:
-            return slot + self.length[node]
-        pieces = self.scattered[node]
-        assert pieces is not None
-        return pieces[-2] + pieces[-1]
+        if slot < 0:
+            pieces = self.scattered[node]
+            return pieces[-2] + pieces[-1]
+        head, length = self.head[node], self.length[node]
+        return slot + length if head == length else self.tail_slot[node] + length - head
 
     def set_extents(self, node: int, extents: list[int]) -> None:
         """Gives the node its slots: flat slot, length, ... with lengths that sum to the node's."""
+        if self.scattered:
+            self.scattered.pop(node, None)
         if len(extents) == 2:
-            self.slot[node] = extents[0]
-            self.scattered[node] = None
+            self.slot[node], self.head[node] = extents
+        elif len(extents) == 4:
+            self.slot[node], self.head[node], self.tail_slot[node], _ = extents
         else:
             self.slot[node] = -1
-            self.scattered[node] = array("i", extents)
+            self.scattered[node] = extents
 
     # -- walks -------------------------------------------------------------------------------------------------
 
@@ -285,7 +292,7 @@ class PrefixTree:
 
     def path_extents(self, path: list[int], hit: int, out: list[int]) -> None:
         """Appends the slots of the first `hit` tokens along `path`, joined where nodes touch, to the flat list `out`."""
-        slots, lengths, scattered = self.slot, self.length, self.scattered
+        slots, lengths, heads, tail_slots = self.slot, self.length, self.head, self.tail_slot
         end = -1
         for node in path:
             n = lengths[node]
@@ -296,28 +303,29 @@ class PrefixTree:
             hit -= n
             slot = slots[node]
             if slot >= 0:
+                head = heads[node]
+                if head > n:
+                    head = n
                 if slot == end:
-                    out[-1] += n
+                    out[-1] += head
                 else:
                     out.append(slot)
+                    out.append(head)
+                end = slot + head
+                n -= head
+                if n:
+                    slot = tail_slots[node]
+                    out.append(slot)
                     out.append(n)
-                end = slot + n
+                    end = slot + n
             else:
-                pieces = scattered[node]
-                assert pieces is not None
+                pieces = self.scattered[node]
                 if n < lengths[node]:
-                    front, _ = split_extents(pieces.tolist(), n)
-                    pieces = array("i", front)
+                    pieces, _ = split_extents(pieces, n)
                 if pieces[0] == end:
                     out[-1] += pieces[1]
-                    if len(pieces) == 4:
-                        slot, n = pieces[2], pieces[3]
-                        out.append(slot)
-                        out.append(n)
-                        end = slot + n
-                        continue
                     pieces = pieces[2:]
-                out.extend(pieces)
+                out += pieces
                 end = out[-2] + out[-1]
 
     def path_to(self, node: int) -> list[int]:
@@ -410,17 +418,12 @@ class PrefixTree:
             self.fans[-child][first] = upper
         self.kid[upper] = node
         self.parent[node] = upper
+        front, back = split_extents(self.extents(node), at)
         self.keys[node] = key[4 * at :]
         self.depth[node] += at
         self.length[node] -= at
-        slot = self.slot[node]
-        if slot >= 0:
-            self.slot[upper] = slot
-            self.slot[node] = slot + at
-        else:
-            front, back = split_extents(self.extents(node), at)
-            self.set_extents(upper, front)
-            self.set_extents(node, back)
+        self.set_extents(upper, front)
+        self.set_extents(node, back)
         self.holds[upper] = 1 if self.holds[node] else 0
         self.flags[upper] = self.flags[node] & ~MOVING_FLAG
         self.priority[upper] = self.priority[node]
@@ -449,7 +452,8 @@ class PrefixTree:
             # The last child died of age, so the parent is as old, unless it was used alone since.
             self.evictor.exposed(parent, self.length[parent], self.tick[parent] > self.tick[node])
         self.keys[node] = b""
-        self.scattered[node] = None
+        if self.scattered:
+            self.scattered.pop(node, None)
         if self.expiry:
             self.expiry.pop(node, None)
         self.parent[node] = 0
@@ -469,7 +473,8 @@ class PrefixTree:
         assert isinstance(lru, Lru)
         older, newer = lru.older, lru.newer
         parents, kid, lengths, slots = self.parent, self.kid, self.length, self.slot
-        holds, ticks, keys, scattered = self.holds, self.tick, self.keys, self.scattered
+        heads, tail_slots, scattered = self.head, self.tail_slot, self.scattered
+        holds, ticks, keys = self.holds, self.tick, self.keys
         unit, vacate = self._unit_bytes, self._vacate
         gone = count = 0
         # A child often begins in the room that its parent left behind: the two are one stretch then.
@@ -481,24 +486,35 @@ class PrefixTree:
                 break
             slot = slots[node]
             if slot >= 0:
-                if slot + length == below:
-                    out[front] = slot
-                    out[front + 1] += length
+                head = heads[node]
+                if head == length:
+                    if slot + length == below:
+                        out[front] = slot
+                        out[front + 1] += length
+                    else:
+                        front = len(out)
+                        out.append(slot)
+                        out.append(length)
                 else:
-                    front = len(out)
-                    out.append(slot)
-                    out.append(length)
+                    tail, n = tail_slots[node], length - head
+                    if tail + n == below:
+                        out[front] = tail
+                        out[front + 1] += n
+                        front = len(out)
+                        out.append(slot)
+                        out.append(head)
+                    else:
+                        front = len(out)
+                        out += (slot, head, tail, n)
             else:
-                pieces = scattered[node]
-                assert pieces is not None
-                scattered[node] = None
+                pieces = scattered.pop(node)
                 slot = pieces[0]
                 if pieces[-2] + pieces[-1] == below:
                     out[front] = pieces[-2]
                     out[front + 1] += pieces[-1]
                     del pieces[-2:]
                 front = len(out)
-                out.extend(pieces)
+                out += pieces
             parent = parents[node]
             if kid[parent] > 0:
                 kid[parent] = 0
@@ -548,9 +564,6 @@ class PrefixTree:
             self.evictor.trimmed(node, length, self.place(node, key, 4 * length))
         self.tokens -= tokens
         self.evictable -= tokens
-        slot = self.slot[node]
-        if slot >= 0:
-            return [slot + length, tokens]
         front, back = split_extents(pieces, length)
         self.set_extents(node, front)
         return back
@@ -597,12 +610,15 @@ class PrefixTree:
         """Bytes of the columns, fans and key objects, token bytes excluded."""
         import sys
 
-        columns = (self.parent, self.kid, self.depth, self.length, self.slot, self.holds, self.tick, self.flags, self.priority)
-        size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys) + sys.getsizeof(self.scattered)
+        columns = (
+            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds, self.tick,
+            self.flags, self.priority,
+        )  # fmt: skip
+        size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys)
         size += sum(sys.getsizeof(key) - len(key) for key in self.keys if key)
         for fan in self.fans:
             size += sys.getsizeof(fan) + 32 * len(fan) + (33 + self._unit_bytes) * len(fan)
-        size += sum(sys.getsizeof(pieces) for pieces in self.scattered if pieces is not None)
+        size += sum(sys.getsizeof(pieces) + 32 * len(pieces) + 100 for pieces in self.scattered.values())
         return size + self.evictor.bytes_used()
 
 
