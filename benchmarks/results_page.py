@@ -471,7 +471,7 @@ def cost(kept: Kept) -> list[str]:
                 *(number(value, 0) for value in theirs),
                 number(most, 0),
                 f"{ours / min(theirs):.3f}x",
-                "held" if ours <= most else f"missed by {number(ours - most, 0)} us",
+                "held" if ours <= most else f"missed by {number(ours - most, 1)} us",
             )
         )
         if ours > most:
@@ -785,47 +785,68 @@ def _extents_miss(trace: str, row: Row, whole: Row, growth: float) -> str:
 
 
 def long(kept: Kept) -> list[str]:
-    rows = kept.rows(f"mix200_a --policy slotted --hours {HOURS} --rate {RATE:g} --no-optimum")
-    lines = [
-        (
-            row.phase.replace("_", " "), f"{row.requests:,}", number(row.waste, 3),
-            number(row.internal_fragmentation_pct.max), number(row.hit_tokens_pct), f"{row.refusals:,}",
-            f"{row.pseudo_oom:,}", f"{row.preemptions:,}", number(row.extents_per_1k_tokens, 1),
-            number(row.cpu_us_per_request, 0),
-        )
-        for row in rows
-    ]  # fmt: skip
+    lines: list[Sequence[str]] = []
+    phases: dict[tuple[int, str], Row] = {}
+    for hours in HOURS:
+        for row in kept.rows(f"mix200_a --policy slotted --hours {hours} --rate {RATE:g} --no-optimum"):
+            phases[hours, row.phase] = row
+            if (hours, row.phase) in {(each, "last_hour") for each in HOURS} or hours == HOURS[-1]:
+                name = (
+                    f"hour {hours}"
+                    if row.phase == "last_hour"
+                    else "hour 1"
+                    if row.phase == "first_hour"
+                    else "all"
+                )
+                lines.append(
+                    (
+                        name, f"{row.requests:,}", number(row.waste, 3), number(row.internal_fragmentation_pct.max),
+                        number(row.occupancy_pct.mean, 1), number(row.hit_tokens_pct), number(row.hit_tokens_pct_ideal),
+                        f"{row.refusals:,}",
+                        f"{row.pseudo_oom:,}", f"{row.preemptions:,}", number(row.extents_per_1k_tokens, 1),
+                        number(row.cpu_us_per_request, 0),
+                    )
+                )  # fmt: skip
+    last_hours = HOURS[-1]
     said = prose(
-        f"mix200_a, round and round with new sessions for {HOURS} simulated hours, a rate of {RATE:g} a "
-        "second (Poisson), 64 live at most, pool of 1.5 times the peak of that load, blocks of 16, "
-        "`slotted`."
+        f"mix200_a, round and round with new sessions for {last_hours} simulated hours, a rate of {RATE:g} a second "
+        "(Poisson), 64 live at most, pool of 1.5 times the peak of that load, blocks of 16, `slotted`."
     )
-    by_phase = {row.phase: row for row in rows}
     findings = []
-    if "all" in by_phase:
-        every = by_phase["all"]
+    every = phases.get((last_hours, "all"))
+    if every is not None:
         findings.append(
             f"Pseudo-OOM: {every.pseudo_oom:,} in {every.requests:,} requests (budget: 0, "
             f"{'held' if not every.pseudo_oom else 'missed'})."
         )
-    if "first_hour" in by_phase and "last_hour" in by_phase:
-        first, last = by_phase["first_hour"], by_phase["last_hour"]
         findings.append(
-            f"Waste in the first hour {number(first.waste, 3)} %, in the last {number(last.waste, 3)} %; "
-            f"extents per 1,000 tokens {number(first.extents_per_1k_tokens, 1)} and "
-            f"{number(last.extents_per_1k_tokens, 1)}: "
-            + (
-                "it does not silt up."
-                if last.waste <= first.waste + 0.1
-                and last.extents_per_1k_tokens <= 1.2 * first.extents_per_1k_tokens
-                else "the first hour starts with an empty pool, the last has a full one."
-                if last.waste <= FRAGMENTATION_MOST[16]
-                else "it gets worse."
-            )
+            f"Hits are few, {number(every.hit_tokens_pct, 1)} % where a cache without end would find "
+            f"{number(every.hit_tokens_pct_ideal, 1)} %: at this rate the pool has {every.pool_tokens:,} slots, and a session's "
+            "next turn comes after more than that has passed through. So nearly every request evicts: the hard case for "
+            "fragmentation."
         )
+    first, last = phases.get((last_hours, "first_hour")), phases.get((last_hours, "last_hour"))
+    day = phases.get((HOURS[0], "last_hour"))
+    if first is not None and last is not None:
+        findings.append(
+            f"Waste in the first hour {number(first.waste, 3)} %, in the last {number(last.waste, 3)} %: it "
+            + ("does not grow with age." if last.waste <= first.waste + 0.05 else "grows with age.")
+        )
+        if day is not None:
+            growth = last.extents_per_1k_tokens / day.extents_per_1k_tokens
+            findings.append(
+                f"Extents per 1,000 tokens: {number(first.extents_per_1k_tokens, 1)} in the first hour, when the "
+                f"pool is filled for the first time, {number(day.extents_per_1k_tokens, 1)} in hour {HOURS[0]}, "
+                f"{number(last.extents_per_1k_tokens, 1)} in hour {last_hours}: "
+                + (
+                    "levelled off after a day."
+                    if growth <= 1.05
+                    else f"still {100 * (growth - 1):.0f} % more after a day."
+                )
+            )
     titles = (
-        "phase", "requests", "waste %", "max", "hits %", "refusals", "pseudo-OOM", "preempted", "extents / 1k",
-        "cpu us",
+        "phase", "requests", "waste %", "max", "full %", "hits %", "ideal", "refusals", "pseudo-OOM", "preempted",
+        "extents / 1k", "cpu us",
     )  # fmt: skip
     return said + bullets(findings) + table(titles, lines)
 
