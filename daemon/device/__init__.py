@@ -79,12 +79,15 @@ class Device(Protocol):
     @property
     def geometry(self) -> Geometry:
         """The pool's shape; the same for the device's life."""
+        ...
 
     def export(self) -> Export:
         """The pool's descriptor.  Requires an open device."""
+        ...
 
     def stream(self, *, low_priority: bool = False) -> Stream:
         """A new queue of copies, which run in order within it and in no order against other queues."""
+        ...
 
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> Event:
         """Queues a batch; returns the event behind it.
@@ -93,21 +96,27 @@ class Device(Protocol):
         source of this batch; nobody else touches the targets until completion.  Where the sources are written before
         it, the targets hold nobody knows what: whoever lets that happen gives the copy up.
         """
+        ...
 
     def event(self, stream: Stream) -> Event:
         """An event behind all that the stream has been given so far."""
+        ...
 
     def completion(self, event: Event) -> Completion:
         """Whether all before the event has ended; FAILED once any of the batch it was returned for has failed."""
+        ...
 
     def memory(self) -> MemoryInformation:
         """Total and free memory, now."""
+        ...
 
     def clock(self) -> float:
         """Seconds since an arbitrary start; never goes back."""
+        ...
 
     def close(self) -> None:
         """Gives the pool's memory back.  Requires that no copy is pending; closing twice is a fault."""
+        ...
 
 
 __all__ = [

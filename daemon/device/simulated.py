@@ -8,7 +8,8 @@ long, fails as often and lands in such an order as a seeded schedule says:
 
 Streams are in order within themselves and not against each other.  Every write is checked against the targets of
 pending copies, which would overwrite it.  Their sources may be written: then the copy holds nobody knows what, which is
-well where it was given up.  Whatever is done to a closed device is a fault.  Nothing here sleeps, and the same seed and calls give the same bytes.
+well where it was given up.  Whatever is done to a closed device is a fault.  Nothing here sleeps, and the same seed and
+calls give the same bytes.
 """
 
 from __future__ import annotations

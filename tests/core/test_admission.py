@@ -1,6 +1,7 @@
 """Admission: OK, LATER or NEVER; whose turn it is; who is asked to give way."""
 
 import pytest
+
 from kvslot.allocator import (
     Admitted,
     EndedHandle,
@@ -172,7 +173,9 @@ def test_ticket_of_a_growth_is_no_ticket_of_a_request() -> None:
     pool.extend(s, a.sequence, tokens=16 - a.capacity - b.capacity or 1)
     growth = later(pool.extend(s, a.sequence, tokens=1))
     for contiguous in (False, True):
-        answer = later(pool.allocate(s, root(pool), fresh(4, 200), ticket=growth.ticket, contiguous=contiguous))
+        answer = later(
+            pool.allocate(s, root(pool), fresh(4, 200), ticket=growth.ticket, contiguous=contiguous)
+        )
         assert answer.ticket != growth.ticket
     pool.free(s, b.sequence)
     assert Ready(s.handle, growth.ticket) in pool.pushes
@@ -420,7 +423,8 @@ def test_window_clears_what_was_published_in_it_later() -> None:
         pool.admission.pump(float(now))
         sound(pool)
     assert isinstance(
-        pool.allocate(s, root(pool), fresh(12, 5000), contiguous=True, ticket=refused.ticket, now=20.0), Admitted
+        pool.allocate(s, root(pool), fresh(12, 5000), contiguous=True, ticket=refused.ticket, now=20.0),
+        Admitted,
     )
     sound(pool)
 

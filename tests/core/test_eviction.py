@@ -1,6 +1,7 @@
 """Eviction: which leaf, how much of it, and never what somebody holds."""
 
 import pytest
+
 from kvslot.allocator import BadRequest, Pool, PoolConfig
 
 from .tools import admit, cache, fresh, make, root, sound, toks

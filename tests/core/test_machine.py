@@ -79,10 +79,17 @@ class PoolMachine(RuleBasedStateMachine):
     # -- engines -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.engines) < 3)
-    @rule(pick=PICK, quota=st.sampled_from((UNLIMITED, UNLIMITED, 9, 17)), workers=st.integers(0, 1), append=FLAG)
+    @rule(
+        pick=PICK,
+        quota=st.sampled_from((UNLIMITED, UNLIMITED, 9, 17)),
+        workers=st.integers(0, 1),
+        append=FLAG,
+    )
     def open(self, pick: int, quota: int, workers: int, append: bool) -> None:
         pages = [page for page in (1, 2, 4, 8) if self.world.config.block_size % page == 0]
-        self.world.engine(page=pages[pick % len(pages)], quota=quota, workers=workers, append="peel" if append else "")
+        self.world.engine(
+            page=pages[pick % len(pages)], quota=quota, workers=workers, append="peel" if append else ""
+        )
 
     @precondition(lambda self: len(self.live()) > 1 or self.any_seq())
     @rule(pick=PICK, sweep=FLAG)
@@ -94,7 +101,12 @@ class PoolMachine(RuleBasedStateMachine):
             if sweep:
                 self.world.pool.sweep()
 
-    @precondition(lambda self: len(self.live()) < len(self.world.engines) or any(s.life for s in self.world.pool.sessions.values()))
+    @precondition(
+        lambda self: (
+            len(self.live()) < len(self.world.engines)
+            or any(s.life for s in self.world.pool.sessions.values())
+        )
+    )
     @rule(back=FLAG, budget=st.integers(1, 4))
     def decide(self, back: bool, budget: int) -> None:
         """A lost engine returns or is proven gone; the sweep goes on."""
@@ -262,7 +274,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(tokens=SHORT)
     def evict(self, tokens: int) -> None:
-        require(self.world.pool.evict(tokens, now=self.world.now) <= tokens + self.world.unit, "evicted more than asked")
+        require(
+            self.world.pool.evict(tokens, now=self.world.now) <= tokens + self.world.unit,
+            "evicted more than asked",
+        )
 
     @precondition(lambda self: self.world.movable())
     @rule(pick=PICK)
@@ -316,7 +331,9 @@ class PoolMachine(RuleBasedStateMachine):
         world.advance(1.0)
         world.poll()
         world.check()
-        require(pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left")
+        require(
+            pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left"
+        )
 
 
 TestPoolMachine = PoolMachine.TestCase

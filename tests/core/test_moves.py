@@ -1,6 +1,7 @@
 """Moves: begun, copied, published or abandoned; never under a reader, never a target too early."""
 
 import pytest
+
 from kvslot.allocator import OutOfTurn, Pool
 
 from .tools import admit, cache, complete, fresh, make, root, slots, sound, step
@@ -141,6 +142,9 @@ def test_opaque_moves_are_whole_blocks() -> None:
     s = pool.open_session()
     cache(pool, s, fresh(8, 0))
     move = pool.moves.begin(node_of(pool))
-    assert all(start % 4 == 0 and length % 4 == 0 for start, length in zip(move.target[::2], move.target[1::2], strict=True))
+    assert all(
+        start % 4 == 0 and length % 4 == 0
+        for start, length in zip(move.target[::2], move.target[1::2], strict=True)
+    )
     assert pool.moves.finish(move.handle)
     sound(pool)

@@ -1,6 +1,7 @@
 """Sequences: allocate, commit, extend, fork, trim, free; who owns which slot, and who may read it."""
 
 import pytest
+
 from kvslot.allocator import Admitted, BadRequest, Committed, Copy, Later, Never, Pool, Reason, UnknownHandle
 
 from .tools import admit, cache, complete, fresh, grown, make, root, slots, sound, step, toks
@@ -258,7 +259,10 @@ def test_forks_of_opaque_blocks_may_break_one() -> None:
     assert answer.position == 4
     assert [copy.length for copy in answer.copies] == [2]
     pool.wrote(s, child.sequence, 8)
-    assert pool.commit(s, child.sequence, 8, fresh(2, 500)) == Committed(8, 4, 0) or pool.statistics().cached == 12
+    assert (
+        pool.commit(s, child.sequence, 8, fresh(2, 500)) == Committed(8, 4, 0)
+        or pool.statistics().cached == 12
+    )
     sound(pool)
     assert pool.probe(root(pool), fresh(9, 0)) == 8
     sound(pool)

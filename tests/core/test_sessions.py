@@ -1,6 +1,7 @@
 """Sessions, groups, fences and deaths: what is given back when."""
 
 import pytest
+
 from kvslot.allocator import (
     BadRequest,
     EndedHandle,
@@ -206,7 +207,11 @@ def test_handles_are_told_apart() -> None:
     s, other = pool.open_session(), pool.open_session()
     mine, theirs = admit(pool, s, fresh(4, 0)), admit(pool, other, fresh(4, 100))
     pool.free(s, mine.sequence)
-    for handle, kind in ((mine.sequence, EndedHandle), (theirs.sequence, ForeignHandle), (999, UnknownHandle)):
+    for handle, kind in (
+        (mine.sequence, EndedHandle),
+        (theirs.sequence, ForeignHandle),
+        (999, UnknownHandle),
+    ):
         for verb in (
             lambda: pool.free(s, handle),  # noqa: B023
             lambda: pool.extend(s, handle),  # noqa: B023

@@ -1,8 +1,8 @@
 """Runs the simulation from the command line: many seeds until one fails, or one seed act by act.
 
-    python -I tests/simulation --seeds 0:2000          a range; prints counts, and each failing seed
-    python -I tests/simulation --minutes 30 --start 1000000
-    python -I tests/simulation --seed 4711             replays one, naming each act
+python -I tests/simulation --seeds 0:2000          a range; prints counts, and each failing seed
+python -I tests/simulation --minutes 30 --start 1000000
+python -I tests/simulation --seed 4711             replays one, naming each act
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in kinds:
             try:
                 tally.update(histories.KINDS[kind](seed))
-            except Exception:
+            except Exception:  # noqa: BLE001  whatever it is, it is told with its seed
                 failed += 1
-                print(f"FAILED {kind} seed {seed}; replay: python -I tests/simulation --kind {kind} --seed {seed}")
+                print(
+                    f"FAILED {kind} seed {seed}; replay: python -I tests/simulation --kind {kind} --seed {seed}"
+                )
                 print("".join(traceback.format_exc().splitlines(keepends=True)[-9:]), flush=True)
                 if not options.keep_going:
                     return 1

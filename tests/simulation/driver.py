@@ -123,7 +123,9 @@ class Driver:
         if not tokens or rng.random() < 0.6:
             tokens += [rng.randrange(world.vocabulary) for _ in range(rng.choice((1, 2, 5, 9, 17)))]
         if rng.random() < 0.9:
-            tokens = tokens[: rng.choice((world.pool.usable, world.pool.usable // 2, world.pool.usable // 4)) or 1]
+            tokens = tokens[
+                : rng.choice((world.pool.usable, world.pool.usable // 2, world.pool.usable // 4)) or 1
+            ]
         self.prompts.append(tokens)
         del self.prompts[:-12]
         return tokens
@@ -195,13 +197,18 @@ class Driver:
         if not engines:
             return False
         engine = self.rng.choice(engines)
-        return self.world.complete(engine, self.rng.randrange(len(engine.sessions))) and f"of {engine.session.handle}"
+        return (
+            self.world.complete(engine, self.rng.randrange(len(engine.sessions)))
+            and f"of {engine.session.handle}"
+        )
 
     def extend(self) -> object:
         seq, rng = self.a_seq(), self.rng
         if seq is None or (seq.capacity - seq.cursor > 2 * self.world.pool.quantum and rng.random() < 0.9):
             return False
-        answer = self.world.extend(seq, rng.choice((0, 0, 0, 1, 5)), ticket=seq.ticket if rng.random() < 0.8 else 0)
+        answer = self.world.extend(
+            seq, rng.choice((0, 0, 0, 1, 5)), ticket=seq.ticket if rng.random() < 0.8 else 0
+        )
         return f"{seq.handle}: {answer}"
 
     def report(self) -> object:
@@ -250,7 +257,9 @@ class Driver:
         keep = seq.cursor if rng.random() < 0.3 else rng.randint(max(1, seq.kept_from), seq.capacity)
         if keep < max(1, seq.kept_from):
             return False
-        return f"{seq.handle} to {keep}: {world.trim(seq, keep_to=keep, extra=rng.random() < 0.3)} {seq.table}"
+        return (
+            f"{seq.handle} to {keep}: {world.trim(seq, keep_to=keep, extra=rng.random() < 0.3)} {seq.table}"
+        )
 
     def free(self) -> object:
         seq = self.a_seq()
@@ -400,7 +409,9 @@ class Driver:
                 lambda: pool.free(session, seq.handle, fence=engine.submitted + 1),
                 lambda: pool.trim(session, seq.handle, keep_to=seq.capacity + 1),
                 lambda: pool.trim(session, seq.handle, keep_to=1, fence=engine.submitted + 1),
-                lambda: pool.trim(session, seq.handle, keep_from=1 if not self.config.windowed else seq.capacity + 1),
+                lambda: pool.trim(
+                    session, seq.handle, keep_from=1 if not self.config.windowed else seq.capacity + 1
+                ),
                 lambda: pool.commit(session, seq.handle, seq.capacity + 1),
                 lambda: pool.commit(session, seq.handle, seq.told, b"abc"),
                 lambda: pool.fork(session, seq.handle, length=seq.capacity + 1),
@@ -438,7 +449,9 @@ class Driver:
             if isinstance(push, Ready | Published | Abandoned):
                 if push.ticket in self.tickets and self.rng.random() < 0.7:
                     _, root, tokens, contiguous = self.tickets.pop(push.ticket)
-                    got = world.allocate(engine, root, tokens, ticket=push.ticket, contiguous=contiguous and engine.page == 1)
+                    got = world.allocate(
+                        engine, root, tokens, ticket=push.ticket, contiguous=contiguous and engine.page == 1
+                    )
                     if isinstance(got, Later):
                         self.tickets[got.ticket] = (engine, root, tokens, contiguous)
                     elif isinstance(got, Seq):

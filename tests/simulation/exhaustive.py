@@ -149,7 +149,9 @@ class Tiny:
         """All that a later act could tell."""
         pool, world = self.world.pool, self.world
         tree, runs, admission = pool.tree, pool.runs, pool.admission
-        nodes = sorted(tree.live(), key=lambda node: b"".join(tree.keys[n] for n in [*tree.path_to(node), node]))
+        nodes = sorted(
+            tree.live(), key=lambda node: b"".join(tree.keys[n] for n in [*tree.path_to(node), node])
+        )
         names = {node: i for i, node in enumerate(nodes)}
         ticks = sorted({tree.tick[node] for node in nodes})
         shape = tuple(
@@ -160,7 +162,9 @@ class Tiny:
             for n in nodes
         )  # fmt: skip
         order = tuple(names[n] for n in pool.tree.evictor.victims(99))
-        free = tuple(tuple((start, runs.length_at[start]) for start in runs_) for runs_ in runs.classes if runs_)
+        free = tuple(
+            tuple((start, runs.length_at[start]) for start in runs_) for runs_ in runs.classes if runs_
+        )
         marks = bytes(runs.block_kind), bytes(runs.block_group)
         engines = []
         for engine in self.engines:
@@ -179,7 +183,10 @@ class Tiny:
                     tuple(names.get(n, -1) for n in sequence.kept or ()), seq.handle in admission.growth,
                 ))  # fmt: skip
             fences = tuple(
-                sorted((step - behind, names.get(f.node, -1), tuple(tuple(r.extents) for r in f.ranges)) for step, _, f in session.fences)
+                sorted(
+                    (step - behind, names.get(f.node, -1), tuple(tuple(r.extents) for r in f.ranges))
+                    for step, _, f in session.fences
+                )
             )
             flight = tuple((step.executed, tuple(step.reads), tuple(step.writes)) for step in engine.flight)
             waiting = sum(t.session is session for t in admission.waiting.values())

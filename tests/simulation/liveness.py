@@ -70,7 +70,9 @@ class Load:
             preempt_deadline=0.05, reclaim_patience=rng.choice((0.0, 0.02)),
             fence_patience=rng.choice((0.0, 0.05)), append=rng.choice(("chain", "peel")), peel_max=4,
         )  # fmt: skip
-        self.world = World(self.config, seed=rng.randrange(1 << 30), pool=make_pool(self.config), vocabulary=50)
+        self.world = World(
+            self.config, seed=rng.randrange(1 << 30), pool=make_pool(self.config), vocabulary=50
+        )
         self.root = self.world.root()
         usable = self.world.pool.usable
         most = max(2, int(usable * 0.7) - 8)
@@ -122,7 +124,11 @@ class Load:
             if tick % CHECK_EACH == 0:
                 self.world.check()
         else:
-            waiting = [(r.ticket, len(r.tokens), r.goal, r.running) for s in self.servers for r in (*s.queue, *s.running)]
+            waiting = [
+                (r.ticket, len(r.tokens), r.goal, r.running)
+                for s in self.servers
+                for r in (*s.queue, *s.running)
+            ]
             raise Fault(f"{len(waiting)} requests did not finish: {waiting[:5]}")
         for server in self.servers:
             self.world.bye(server.engine)
@@ -130,7 +136,9 @@ class Load:
             pass
         pool = self.world.pool
         self.world.check()
-        require(pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left")
+        require(
+            pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left"
+        )
         return self.world
 
     def turn(self, server: Server) -> None:
@@ -168,7 +176,9 @@ class Load:
                     request.ticket, request.retry = answer.ticket, now + answer.retry_after_ms / 1000
                 else:
                     request.ticket = 0
-        work = [(r.running, min(9, r.goal - r.running.cursor)) for r in server.running if r.running is not None]
+        work = [
+            (r.running, min(9, r.goal - r.running.cursor)) for r in server.running if r.running is not None
+        ]
         if any(n > 0 and seq.cursor < seq.capacity for seq, n in work):
             world.submit(engine, work)
         elif engine.passed < engine.submitted:
@@ -200,7 +210,9 @@ class Load:
         for push in pushes:
             server = next((s for s in self.servers if s.engine.session.handle == push.session), None)
             if isinstance(push, Preempt):
-                require(push.sequence != self.oldest, "the oldest sequence", self.oldest, "was named a victim")
+                require(
+                    push.sequence != self.oldest, "the oldest sequence", self.oldest, "was named a victim"
+                )
                 world.tally["preempted"] += 1
             self.tell(push)
             if server is None or world.now >= server.deaf_from:

@@ -4,6 +4,7 @@ A canary changes one line of the core, found by its text, and then runs what oug
 means that a rule is no longer watched; one whose text is gone wants a new line to break for the same rule.
 """
 
+# ruff: noqa: E501  the faults are a table, one a line
 from __future__ import annotations
 
 import ast
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvslot.allocator import Pool
 from kvslot.allocator.admission import Admission
 from kvslot.allocator.moves import Moves

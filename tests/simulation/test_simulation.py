@@ -25,5 +25,14 @@ def test_no_history_goes_wrong() -> None:
     assert [process.returncode for process in running] == [0] * PROCESSES, "\n".join(told)
     counts = " ".join(told)
     # A search that never got anywhere proves nothing.
-    for word in ("moves published", "preempted", "resumed", "hit", "duplicated", "grown peeled", "later run", "forked"):
+    for word in (
+        "moves published",
+        "preempted",
+        "resumed",
+        "hit",
+        "duplicated",
+        "grown peeled",
+        "later run",
+        "forked",
+    ):
         assert word in counts, f"no history had: {word}"

@@ -439,7 +439,9 @@ class World:
             require(excess < own + EXCESS_CELLS * pool.quantum, "evicted", excess, "more than", own, "needs")
             self.tally["evicted beyond need"] += max(0, excess)
         if contiguous and page == 1:
-            require(table[answer.hit :] == list(range(table[answer.hit], table[answer.hit] + own)), "not one run")
+            require(
+                table[answer.hit :] == list(range(table[answer.hit], table[answer.hit] + own)), "not one run"
+            )
         front = self.cached_slots(values, answer.hit)[: answer.hit - copied]
         require(table[: answer.hit - copied] == front, "the hit's slots are not the tree's")
         seq = Seq(
@@ -457,7 +459,9 @@ class World:
     def _idle(self) -> bool:
         """Nothing runs, nothing is coming back, nobody waits: whatever fits must be let in."""
         pool = self.pool
-        waiting = pool.admission.waiting or pool.admission.growth or pool.admission.window or pool.moves.tickets
+        waiting = (
+            pool.admission.waiting or pool.admission.growth or pool.admission.window or pool.moves.tickets
+        )
         held = any(s.fences or s.pins or s.owes or s.life for s in pool.sessions.values())
         return not pool.sequences and not waiting and not held
 
@@ -465,7 +469,9 @@ class World:
         """A new request, its growth room aside, has left what growth, the oldest ticket and the watermark are due."""
         pool = self.pool
         admission = pool.admission
-        require(not any(deadline < self.now for deadline in engine.session.owes.values()), "a debtor was let in")
+        require(
+            not any(deadline < self.now for deadline in engine.session.owes.values()), "a debtor was let in"
+        )
         left = pool.runs.total + pool.tree.evictable + room
         growth = sum(t.need for t in admission.growth.values() if _within_quota(t))
         require(left >= growth, "left", left, "where growth needs", growth)
@@ -475,7 +481,11 @@ class World:
         require(left + window >= due, "left", left, "where the oldest ticket needs", due)
 
     def _figures(self, later: Later) -> None:
-        require(min(later.needed, later.free_now, later.coming_free, later.evictable) >= 0, "negative figures", later)
+        require(
+            min(later.needed, later.free_now, later.coming_free, later.evictable) >= 0,
+            "negative figures",
+            later,
+        )
         require(later.ticket > 0 and later.retry_after_ms > 0, "no ticket or no time", later)
 
     def _queue(self, seq: Seq, copies: list[Copy]) -> None:
@@ -503,7 +513,10 @@ class World:
             alone = len(pool.sequences) == 1 or (engine.session.quota < pool.usable and len(engine.seqs) == 1)
             require(answer.needed > limit or alone, "NEVER with others running:", answer)
             coming = pool.moves.tickets or any(s.fences or s.life for s in pool.sessions.values())
-            require(answer.needed > limit or len(pool.sequences) > 1 or not coming, "NEVER with memory coming back")
+            require(
+                answer.needed > limit or len(pool.sequences) > 1 or not coming,
+                "NEVER with memory coming back",
+            )
             self.tally["grow never"] += 1
             return answer
         seq.ticket = 0
@@ -529,7 +542,7 @@ class World:
             self.in_tables[slot] += 1
 
     def submit(self, engine: Engine, work: list[tuple[Seq, int]]) -> Step:
-        """A step: queued copies, then each sequence reads all it has and writes the next `n` tokens (those it has room for)."""
+        """A step: queued copies, then each sequence reads all it has and writes the next `n` tokens it has room for."""
         engine.submitted += 1
         step = Step(engine.submitted, [copy for _, copy in engine.queued], [], [], [], [])
         for seq, _ in engine.queued:
@@ -637,7 +650,9 @@ class World:
         self.pool.wrote(seq.engine.session, seq.handle, length)
         seq.reported = max(seq.reported, length)
 
-    def commit(self, seq: Seq, length: int, *, told: int = 0, priority: int | None = None, expiry: float = 0.0) -> Committed:
+    def commit(
+        self, seq: Seq, length: int, *, told: int = 0, priority: int | None = None, expiry: float = 0.0
+    ) -> Committed:
         """Publishes the first `length` tokens, which completed steps have written; tells tokens up to `told`."""
         pool, unit = self.pool, self.unit
         require(length <= max(seq.written, seq.base), "the engine commits what is not written")
@@ -663,15 +678,28 @@ class World:
                     self.duplicates.add(slot)
                     marked += 1
         answer = pool.commit(
-            seq.engine.session, seq.handle, length, pack(seq.tokens[seq.told : upto]), priority=priority, expiry=expiry
+            seq.engine.session,
+            seq.handle,
+            length,
+            pack(seq.tokens[seq.told : upto]),
+            priority=priority,
+            expiry=expiry,
         )
         seq.told = upto
         seq.reported = max(seq.reported, length)
         if whole <= seq.base:
-            require(answer.published == 0 and answer.length == seq.base, "published what was published", answer)
+            require(
+                answer.published == 0 and answer.length == seq.base, "published what was published", answer
+            )
             self._published(values, 0, 0, table)
             return answer
-        require(answer.length == max(target, seq.base), "committed to", answer.length, "where the twin says", target)
+        require(
+            answer.length == max(target, seq.base),
+            "committed to",
+            answer.length,
+            "where the twin says",
+            target,
+        )
         require(answer.published == max(0, target - before), "published", answer, "expected", target - before)
         require(answer.duplicates == marked, "duplicates", answer, "expected", marked)
         self._published(values, before, max(target, before), table)
@@ -718,10 +746,14 @@ class World:
         self._guard(engine, guard)
         for slot in old:
             self.in_tables[slot] -= 1
-        capacity = pool.trim(engine.session, seq.handle, keep_from=keep_from, keep_to=keep_to, fence=fence, now=self.now)
+        capacity = pool.trim(
+            engine.session, seq.handle, keep_from=keep_from, keep_to=keep_to, fence=fence, now=self.now
+        )
         if keep_to < 0:
             keep_to = seq.capacity
-        require(keep_to <= capacity <= min(seq.capacity, keep_to + room), "trimmed to", capacity, "keep", keep_to)
+        require(
+            keep_to <= capacity <= min(seq.capacity, keep_to + room), "trimmed to", capacity, "keep", keep_to
+        )
         sequence = pool.sequences[seq.handle]
         listed = expand(pool.table_of(sequence))
         front = listed[len(listed) - (capacity - after) :]
@@ -800,7 +832,11 @@ class World:
     def movable(self) -> list[int]:
         """Nodes that a compactor might move now."""
         tree = self.pool.tree
-        return [n for n in tree.live() if tree.length[n] and not tree.holds[n] and tree.length[n] <= self.pool.runs.total]
+        return [
+            n
+            for n in tree.live()
+            if tree.length[n] and not tree.holds[n] and tree.length[n] <= self.pool.runs.total
+        ]
 
     def move(self, node: int) -> int:
         """Begins a move and queues its copy."""
@@ -837,7 +873,10 @@ class World:
             return False
         require(copied, "published a copy that failed")
         require(not leased, "moved from under a reader:", leased)
-        require(sorted(target) == sorted(slot for slot, _, _ in self.events), "published other slots than it copied")
+        require(
+            sorted(target) == sorted(slot for slot, _, _ in self.events),
+            "published other slots than it copied",
+        )
         self.events.clear()
         at = dict(zip(source, target, strict=True))
         for (end, value), slot in zip(before, target, strict=True):
