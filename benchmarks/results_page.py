@@ -821,9 +821,9 @@ def long(kept: Kept) -> list[str]:
         )
         findings.append(
             f"Hits are few, {number(every.hit_tokens_pct, 1)} % where a cache without end would find "
-            f"{number(every.hit_tokens_pct_ideal, 1)} %: at this rate the pool has {every.pool_tokens:,} slots, and a session's "
-            "next turn comes after more than that has passed through. So nearly every request evicts: the hard case for "
-            "fragmentation."
+            f"{number(every.hit_tokens_pct_ideal, 1)} %: at this rate the pool has {every.pool_tokens:,} slots, "
+            "and a session's next turn comes after more than that has passed through. So nearly every request evicts: "
+            "the hard case for fragmentation."
         )
     first, last = phases.get((last_hours, "first_hour")), phases.get((last_hours, "last_hour"))
     day = phases.get((HOURS[0], "last_hour"))
@@ -921,6 +921,80 @@ def core(kept: Kept) -> list[str]:
     return said + bullets(findings) + table(("what", "measured", "budget", "wished", ""), lines)
 
 
+# --- In short --------------------------------------------------------------------------------------------------------
+
+
+def in_short(kept: Kept) -> list[str]:
+    """What a reader with one minute should know: gains, nothings and misses alike."""
+    pairs: dict[str, tuple[Row, Row, Row]] = {}
+    for trace in TRACES:
+        mine = by_policy(kept.whole(f"{trace} --policy all"))
+        if {"paged", "hashed", "slotted"} <= set(mine):
+            pairs[trace] = mine["paged"], mine["hashed"], mine["slotted"]
+    if not pairs:
+        return []
+    count = len(pairs)
+    won = sum(paged.waste - ours.waste >= SMALL_WASTE for paged, _, ours in pairs.values())
+    found = sum(ours.hit_tokens_pct - hashed.hit_tokens_pct >= POINTS for _, hashed, ours in pairs.values())
+    neither = [
+        trace
+        for trace, (paged, hashed, ours) in pairs.items()
+        if paged.waste - ours.waste < SMALL_WASTE and ours.hit_tokens_pct - hashed.hit_tokens_pct < POINTS
+    ]
+    lines: list[str] = []
+    lines.append(
+        f"At blocks of 16, slots win back {SMALL_WASTE:g} % of waste or more against plain pages on {won} of "
+        f"{several(count, 'trace')} and find {POINTS:g} points more of the prompts than hashed blocks on {found}. "
+        f"On {len(neither)} they bring neither: {listing(neither)}."
+    )
+    large = []
+    for trace in SIZED:
+        rows = kept.whole(f"{trace} --policy paged hashed slotted --block-size {SIZES} --no-optimum")
+        at = {row.policy: row for row in rows if row.block_size == 528}
+        if len(at) == 3:
+            large.append(
+                f"{trace} {number(at['paged'].waste, 1)} -> {number(at['slotted'].waste, 1)} % waste, hits "
+                f"{number(at['hashed'].hit_tokens_pct, 1)} -> {number(at['slotted'].hit_tokens_pct, 1)} %"
+            )
+    if large:
+        lines.append(
+            f"At blocks of 528, as hybrid models have them (hits against hashed blocks): {'; '.join(large)}."
+        )
+    verdicts = [
+        (row.waste <= FRAGMENTATION_MOST[size], row.extents_per_1k_tokens <= EXTENTS_MOST * whole.extents_per_1k_tokens,
+         row.pseudo_oom == 0)
+        for trace in TRACES
+        for size, (row, whole) in _budget_rows(kept, trace).items()
+    ]  # fmt: skip
+    if verdicts:
+        waste, extents, refused = (sum(column) for column in zip(*verdicts, strict=True))
+        total = len(verdicts)
+        lines.append(
+            f"Budgets over all traces at blocks of 16 and 528: waste held in {waste} of {total} cases, extents in "
+            f"{extents}, no pseudo-OOM in {refused}; each miss stands in section 6 with its cause."
+        )
+    costs: list[float] = []
+    dearer = 0
+    for trace in COSTED:
+        times: dict[str, list[float]] = {}
+        for seed in COST_SEEDS:
+            for row in kept.whole(
+                f"{trace} --policy {COST_POLICIES} --pool-tokens {POOL} --no-optimum --seed {seed}"
+            ):
+                times.setdefault(row.policy, []).append(row.cpu_us_per_request)
+        if "slotted" in times and "paged" in times:
+            costs.append(median(times["slotted"]) / min(THEIRS[trace]))
+            dearer += median(times["slotted"]) > median(times["paged"])
+    if costs:
+        lines.append(
+            f"CPU time a request is {min(costs):.2f} to {max(costs):.2f} times what the cheaper of vLLM's and "
+            "SGLang's managers needed on another machine (indicative; the budget is "
+            f"{COST_SHARE:g}). It is more than that of a bare page allocator in this repository on {dearer} of "
+            f"{several(len(costs), 'trace')}: slots cost bookkeeping, most visibly where prompts are short."
+        )
+    return ["## In short", "", *bullets(lines)]
+
+
 # --- The document ----------------------------------------------------------------------------------------------------
 
 SECTIONS: Final[tuple[tuple[str, str, Callable[[Kept], list[str]]], ...]] = (
@@ -950,6 +1024,7 @@ def render(entries: Mapping[str, Entry]) -> str:
         ),
         *_origin(entries, commands),
     ]
+    out += in_short(kept)
     for index, (section, title, page) in enumerate(SECTIONS, 1):
         out += [f"## {index}. {title}", ""]
         mine = [command for command in commands if command.section == section]
