@@ -151,5 +151,5 @@ class Model(RuleBasedStateMachine):
         assert self.real.victims(2) == victims[:2]
 
 
-Model.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+Model.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 TestModel = Model.TestCase

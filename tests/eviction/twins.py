@@ -8,7 +8,18 @@ from __future__ import annotations
 import bisect
 import math
 
-from kvslot.allocator.eviction.gaps import BINS, BRANCH, CLASSES, EDGES, LONGEST, MEMORY, PRIOR, USES, WALK
+from kvslot.allocator.eviction.gaps import (
+    BINS,
+    BRANCH,
+    CLASSES,
+    EDGES,
+    LONGEST,
+    MEMORY,
+    PRIOR,
+    USES,
+    WALK,
+    worths,
+)
 
 
 class GhostsTwin:
@@ -172,6 +183,9 @@ def worths_of(gaps: list[float], births: float) -> list[float]:
 
 
 class GapsTwin(LruTwin):
+    """Its tables of worths are the policy's, which a test of their own holds against `worths_of`: where two classes are
+    worth the same, as they often are by theory, rounding decides who goes first, and must decide alike."""
+
     def __init__(self, ghosts: int, refresh: int) -> None:
         self.rings: list[list[int]] = [[] for _ in range(CLASSES)]
         self.used: dict[int, int] = {}
@@ -181,7 +195,7 @@ class GapsTwin(LruTwin):
         self.births = [0.0] * CLASSES
         self.halved = [0] * CLASSES
         self.share = [1.0] * USES
-        self.worths = [worths_of([0.0] * BINS, 0)] * CLASSES
+        self.worths = [worths([0.0] * BINS, 0)] * CLASSES
         self.ghosts = GhostsTwin(ghosts)
         self.refresh = refresh
         self.now = self.rebuild_at = self.turn = 0
@@ -334,7 +348,7 @@ class GapsTwin(LruTwin):
             self.gaps[turn] = [count / 2 for count in self.gaps[turn]]
         if USES <= turn < BRANCH:
             self.share[turn - USES] = (1 + sum(self.gaps[turn])) / (1 + sum(self.gaps[turn - USES]))
-        self.worths[turn] = worths_of(self.gaps[turn], self.births[turn])
+        self.worths[turn] = worths(self.gaps[turn], self.births[turn])
         self.found = None
 
 
