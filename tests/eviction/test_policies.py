@@ -89,7 +89,7 @@ class Deaf(Lru):
     def _told(self, *_: object) -> Any:
         raise AssertionError("told, and does not learn")
 
-    reuse = created = branched = ended = trimmed = forget = _told
+    reuse = created = branched = ended = trimmed = forget = _told  # type: ignore[assignment]
 
 
 def test_a_policy_that_does_not_learn_is_told_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +238,36 @@ def test_s3fifo_takes_what_it_evicted_too_early_into_main() -> None:
     policy.add(2, 4)
     policy.add(3, 4)
     assert policy.victims(8) == [3, 2]
+
+
+def test_s3fifo_counts_a_queued_leaf_without_what_was_split_off() -> None:
+    """A new leaf of 20 tokens is more than a tenth beside 100 in main; with its first 15 split off it is not."""
+    policy = S3Fifo()
+    policy.resize(8)
+    policy.created(1, 0, 4, False)
+    policy.created(2, 0, 0, False)
+    policy.add(1, 100)
+    policy.add(2, 20)
+    assert policy.oldest() == 2
+    policy.split(3, 2, 15)
+    assert policy.oldest() == 1
+
+
+def test_gaps_follows_a_session_up_its_path_as_it_is_cut() -> None:
+    """The place of the latest cut knows the session, however many of its nodes went before."""
+    policy = Gaps()
+    policy.resize(8)
+    policy.created(1, 0, 0, False)
+    policy.created(2, 1, 0, True)
+    policy.ended(2)
+    policy.add(2, 4)
+    policy.forget(2, 1, 71)
+    policy.discard(2)
+    policy.exposed(1, 4, False)
+    policy.forget(1, 0, 72)
+    policy.discard(1)
+    assert policy.reuse(0, False, 72) == 1
+    assert policy.reuse(0, False, 72) == 0
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
