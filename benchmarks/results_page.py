@@ -153,6 +153,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
+def percent(share: float) -> str:
+    """Without decimals, and without a minus before nothing."""
+    return f"{round(100 * share) or 0} %"
+
+
 def signed(value: float, digits: int = 2) -> str:
     return f"{value:+,.{digits}f}"
 
@@ -605,7 +610,7 @@ def eviction(kept: Kept) -> list[str]:
                 closed.setdefault(policy, []).append((share, title))
             if gain <= -0.1:
                 worse.setdefault(policy, []).append(f"{title} {signed(gain)}")
-            cells += [f"{number(row.hit_tokens_pct)}", "-" if share is None else f"{100 * share:.0f} %"]
+            cells += [f"{number(row.hit_tokens_pct)}", "-" if share is None else percent(share)]
         lines.append(
             (title, number(base.hit_tokens_pct_ideal), number(best), number(base.hit_tokens_pct), *cells)
         )
@@ -621,10 +626,10 @@ def eviction(kept: Kept) -> list[str]:
         )
     for policy, shares in closed.items():
         findings.append(
-            f"`{policy}` closes {100 * median(share for share, _ in shares):.0f} % of the gap between LRU "
+            f"`{policy}` closes {percent(median(share for share, _ in shares))} of the gap between LRU "
             f"and the optimum on the median of {several(len(shares), 'case')} with a gap of {POINTS:g} "
-            f"points or more (from {100 * min(shares)[0]:.0f} % on {min(shares)[1]} to "
-            f"{100 * max(shares)[0]:.0f} % on {max(shares)[1]}); it finds less than LRU on: "
+            f"points or more (from {percent(min(shares)[0])} on {min(shares)[1]} to "
+            f"{percent(max(shares)[0])} on {max(shares)[1]}); it finds less than LRU on: "
             f"{listing(worse.get(policy, []))}."
         )
     if quiet:
@@ -785,31 +790,28 @@ def _extents_miss(trace: str, row: Row, whole: Row, growth: float) -> str:
 
 
 def long(kept: Kept) -> list[str]:
-    lines: list[Sequence[str]] = []
-    phases: dict[tuple[int, str], Row] = {}
+    phases: dict[tuple[float, str], Row] = {}
     for hours in HOURS:
-        for row in kept.rows(f"mix200_a --policy slotted --hours {hours} --rate {RATE:g} --no-optimum"):
+        for row in kept.rows(f"mix200_a --policy slotted --hours {hours:g} --rate {RATE:g} --no-optimum"):
             phases[hours, row.phase] = row
-            if (hours, row.phase) in {(each, "last_hour") for each in HOURS} or hours == HOURS[-1]:
-                name = (
-                    f"hour {hours}"
-                    if row.phase == "last_hour"
-                    else "hour 1"
-                    if row.phase == "first_hour"
-                    else "all"
-                )
-                lines.append(
-                    (
-                        name, f"{row.requests:,}", number(row.waste, 3), number(row.internal_fragmentation_pct.max),
-                        number(row.occupancy_pct.mean, 1), number(row.hit_tokens_pct), number(row.hit_tokens_pct_ideal),
-                        f"{row.refusals:,}",
-                        f"{row.pseudo_oom:,}", f"{row.preemptions:,}", number(row.extents_per_1k_tokens, 1),
-                        number(row.cpu_us_per_request, 0),
-                    )
-                )  # fmt: skip
+    shown = [
+        ("hour 1", phases.get((HOURS[-1], "first_hour"))),
+        *((f"hour {hours:.0f}", phases.get((hours, "last_hour"))) for hours in HOURS),
+        ("all", phases.get((HOURS[-1], "all"))),
+    ]
+    lines = [
+        (
+            name, f"{row.requests:,}", number(row.waste, 3), number(row.internal_fragmentation_pct.max),
+            number(row.occupancy_pct.mean, 1), number(row.hit_tokens_pct), number(row.hit_tokens_pct_ideal),
+            f"{row.refusals:,}", f"{row.pseudo_oom:,}", f"{row.preemptions:,}",
+            number(row.extents_per_1k_tokens, 1), number(row.cpu_us_per_request, 0),
+        )
+        for name, row in shown
+        if row is not None
+    ]  # fmt: skip
     last_hours = HOURS[-1]
     said = prose(
-        f"mix200_a, round and round with new sessions for {last_hours} simulated hours, a rate of {RATE:g} a second "
+        f"mix200_a, round and round with new sessions for {last_hours:g} simulated hours, a rate of {RATE:g} a second "
         "(Poisson), 64 live at most, pool of 1.5 times the peak of that load, blocks of 16, `slotted`."
     )
     findings = []
@@ -836,8 +838,8 @@ def long(kept: Kept) -> list[str]:
             growth = last.extents_per_1k_tokens / day.extents_per_1k_tokens
             findings.append(
                 f"Extents per 1,000 tokens: {number(first.extents_per_1k_tokens, 1)} in the first hour, when the "
-                f"pool is filled for the first time, {number(day.extents_per_1k_tokens, 1)} in hour {HOURS[0]}, "
-                f"{number(last.extents_per_1k_tokens, 1)} in hour {last_hours}: "
+                f"pool is filled for the first time, {number(day.extents_per_1k_tokens, 1)} in hour {HOURS[0]:.0f}, "
+                f"{number(last.extents_per_1k_tokens, 1)} in hour {last_hours:.0f}: "
                 + (
                     "levelled off after a day."
                     if growth <= 1.05
