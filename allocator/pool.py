@@ -300,7 +300,7 @@ class Pool:
     def probe(self, root: int, tokens: bytes) -> int:
         """How many tokens of this prompt a sequence would find cached now; touches nothing."""
         n = self._count(root, tokens)
-        hit = self.tree.match(root, tokens, [])
+        hit = self.tree.matching(root, tokens)
         return hit if hit < n else self._last_left(n)
 
     def allocate(
@@ -1400,10 +1400,9 @@ class Pool:
         runs = self.runs
         filled = 0
         while holes and (runs.total - runs.cells_free * self.cell) * self.holes_from > self.usable - runs.total:
-            size = runs.hole_length(most - filled)
-            if size < HOLE_LEAST:
+            size = runs.take_hole(most - filled, HOLE_LEAST, FRESH, root, own)
+            if not size:
                 break
-            own += (runs.take_hole(most - filled, FRESH, root), size)
             filled += size
             holes -= 1
         return filled

@@ -180,30 +180,33 @@ class FreeRuns:
                 self.occupied = occupied
                 return out
 
-    def take_hole(self, most: int, kind: int = FRESH, group: int = 0) -> int:
-        """Takes the longest hole of at most `most` slots; returns its start (length_at names it no more), or -1.
+    def take_hole(self, most: int, least: int, kind: int, group: int, out: list[int]) -> int:
+        """Takes the longest hole of `least` to `most` slots and appends it to `out`; returns its length, 0 for none.
 
-        The caller learns its length from `hole_length` before; holes of one length are chosen by lifetime.
+        Of holes of one length the one whose block lives about as long is taken.
         """
         if most >= self.holes:
             most = self.holes - 1
-        fitting = self.occupied & (self._bit[most + 1] - 1)
-        if not fitting:
-            return -1
-        size = fitting.bit_length() - 1
+        size = (self.occupied & (self._bit[most + 1] - 1)).bit_length() - 1
+        if size < least:
+            return 0
         holes = self.classes[size]
-        run = _newest(holes) if len(holes) == 1 else self._nearest(holes, kind, group)
-        self.take_within(run, run, size)
-        block = run // self.block_size
+        run = self._nearest(holes, kind, group)
+        del holes[run]
+        if not holes:
+            self.occupied ^= self._bit[size]
+        del self.length_at[run]
+        del self.start_at[run + size]
+        self.total -= size
+        block_size = self.block_size
+        if size >= block_size:
+            self._used(run, run + size, run, run + size)
+        block = run // block_size
         self.block_kind[block] = kind
         self.block_group[block] = group
-        return run
-
-    def hole_length(self, most: int) -> int:
-        """The length of the hole that `take_hole(most)` would take; 0 when there is none."""
-        if most >= self.holes:
-            most = self.holes - 1
-        return max(0, (self.occupied & (self._bit[most + 1] - 1)).bit_length() - 1)
+        out.append(run)
+        out.append(size)
+        return size
 
     def take(self, n: int, kind: int = FRESH, group: int = 0) -> list[int]:
         """Takes any `n` free slots (no more than `total`) as few extents: best fit, else the longest runs first."""
@@ -322,14 +325,19 @@ class FreeRuns:
         """Of at most CANDIDATES equal holes the one whose block lives about as long."""
         block_size = self.block_size
         kinds, groups = self.block_kind, self.block_group
-        seen = [runs.popitem()[0] for _ in range(min(CANDIDATES, len(runs)))]
+        seen: list[int] = []
         best, best_score = -1, 99
-        for start in reversed(seen):
-            runs[start] = None
+        for _ in range(min(CANDIDATES, len(runs))):
+            start = runs.popitem()[0]
+            seen.append(start)
             block = start // block_size
             score = abs(kinds[block] - kind) * 2 + (groups[block] != group)
             if score < best_score:
                 best, best_score = start, score
+                if not score:
+                    break
+        for start in reversed(seen):
+            runs[start] = None
         return best
 
     # -- the two changes ---------------------------------------------------------------------------------------

@@ -251,29 +251,42 @@ class PrefixTree:
 
         Returns the tokens matched.  The last node of the path may have been matched in part.
         """
-        node, at, end = root, 0, len(tokens)
+        node, at = root, 0
         kid, keys, fans, unit = self.kid, self.keys, self.fans, self._unit_bytes
-        startswith = tokens.startswith
-        while at < end:
+        startswith, enter = tokens.startswith, path.append
+        while True:
             child = kid[node]
             if child <= 0:
+                child = fans[-child].get(tokens[at : at + unit], 0)  # fan 0 is empty
                 if not child:
-                    break
+                    return at >> 2
+            key = keys[child]
+            if not startswith(key, at):
+                break
+            enter(child)
+            at += len(key)
+            node = child
+        common = common_prefix(tokens, at, key, unit)
+        if common:
+            enter(child)
+        return (at + common) >> 2
+
+    def matching(self, root: int, tokens: bytes) -> int:
+        """`match` without the path: the tokens of this prompt that are cached."""
+        node, at = root, 0
+        kid, keys, fans, unit = self.kid, self.keys, self.fans, self._unit_bytes
+        startswith = tokens.startswith
+        while True:
+            child = kid[node]
+            if child <= 0:
                 child = fans[-child].get(tokens[at : at + unit], 0)
                 if not child:
-                    break
+                    return at >> 2
             key = keys[child]
-            if startswith(key, at):
-                path.append(child)
-                at += len(key)
-                node = child
-                continue
-            common = common_prefix(tokens, at, key, unit)
-            if common:
-                path.append(child)
-                at += common
-            break
-        return at >> 2
+            if not startswith(key, at):
+                return (at + common_prefix(tokens, at, key, unit)) >> 2
+            at += len(key)
+            node = child
 
     def child(self, node: int, tokens: bytes, at: int) -> int:
         """The child of `node` whose edge begins like tokens[at:] (bytes), by its first unit only; 0 when there is none."""
