@@ -42,6 +42,9 @@ TURNOVER: Final = 1.2
 BASELINE: Final = "chained"
 GROWTH_ROUNDS = 2_000
 """Requests whose lives are compared between a small and a large pool."""
+HEADROOM_LEAST: Final = 1_024
+"""Slots kept free in pools that are compared for growth: the default share of a small pool is less than one request
+takes, so that its free space would be more broken up than a large pool's, and growth would look better than it is."""
 
 Progress = Callable[[str, float], None]
 """Called with what is going on and the share of all work that is done, 0..1."""
@@ -249,12 +252,10 @@ def measure_allocate(pair: Pair, size: Size, cost: int, report: Progress) -> lis
         results.append(us(free, f"free of a sequence of {name} tokens", e.p50, rounds))
         results.append(us(f"free_{name}_{BASELINE}_us_p50", "the baseline's", f.p50, rounds))
     statistics = pair.ours.pool.statistics()
-    tree = pair.ours.pool.tree
-    extents = sum(len(tree.extents(node)) >> 1 for node in tree.live())
     results.append(
         result(
             "extents_per_node",
-            extents / statistics.nodes,
+            extents_per_node(pair.ours),
             what="stretches of slots a node of the filled pool is scattered over",
             note=f"{statistics.nodes:,} nodes after {TURNOVER:g} turnovers",
         )
@@ -286,8 +287,20 @@ def measure_probe(pair: Pair, size: Size, cost: int, report: Progress) -> list[R
             ]
         ours, theirs = probe_race(pair.ours, pair.chained, prompts, cost)
         samples = ours.samples
+        few = prompts[:4] * 50
+        warm, warm_theirs = probe_race(pair.ours, pair.chained, few, cost)
         if name != "512":
             results.append(ratio(f"probe_{name}_speedup", theirs.p50, ours.p50, samples))
+            results.append(
+                ratio(
+                    f"probe_{name}_warm_speedup",
+                    warm_theirs.p50,
+                    warm.p50,
+                    warm.samples,
+                    what="the same, of four prompts again and again: what both read is in the processor's caches",
+                    unit="x faster",
+                )
+            )
         results.append(us(f"probe_{name}_us_p50", f"probe {name}", ours.p50, samples))
         results.append(us(f"probe_{name}_{BASELINE}_us_p50", "the baseline's", theirs.p50, samples))
     report("probe of a tree with a branch every 16 tokens", 0.75)
@@ -358,80 +371,78 @@ def measure_branches(size: Size, cost: int) -> list[Result]:
 
 
 def measure_growth(group: str, size: Size, cost: int, report: Progress) -> list[Result]:
-    """One request's life in a small and in a large pool, by turns; the small one is made anew every few requests.
-
-    A small pool turns over many times while a large one does not: made anew, both stay about as old.
-    """
+    """One request's life in a small and in a large pool, by turns, after as many to get both into their stride."""
     if group == "nodes":
         small_count, large_count, half = size.nodes_small, size.nodes_large, 12
-        rounds, rounds_each = GROWTH_ROUNDS, GROWTH_ROUNDS // 5
-
-        def make(count: int) -> tuple[Ours, Filling, int]:
-            # Three nodes of the short chats themselves make room for the measured ones.
-            shape = Shape(8, 4, 12, max(4, min(256, count // 64)), 4, 24, 0.0, 24)
-            return Ours(count * 8), Filling(shape), count * 8
     else:
         small_count, large_count, half = size.blocks_small, size.blocks_large, 150
-        rounds, rounds_each = GROWTH_ROUNDS * 3 // 5, GROWTH_ROUNDS // 10
 
-        def make(count: int) -> tuple[Ours, Filling, int]:
-            slots = count * 16
-            return Ours(slots), Filling(Shape(chats_open=max(4, min(256, slots // 32768)))), slots
-
-    def filled(count: int, words: bool) -> tuple[Ours, Filling]:
-        side, filling, slots = make(count)
-        total = int(slots * 1.1)
+    def filled(count: int) -> tuple[Ours, Filling]:
+        # A node of the short chats is 8 tokens, a block 16.
+        slots = count * 8 if group == "nodes" else count * 16
+        chats_open = max(4, min(256, count // 64 if group == "nodes" else slots // 32768))
+        shape = (
+            Shape(8, 4, 12, chats_open, 4, 24, 0.0, 24) if group == "nodes" else Shape(chats_open=chats_open)
+        )
+        side, filling = Ours(slots, headroom=HEADROOM_LEAST), Filling(shape)
+        total = int(slots * 1.25)
         while filling.tokens < total:
             filling.run(side, max(1, slots // 50))
-            if words:
-                report(f"filling a pool of {count:,} {group}", 0.9 * filling.tokens / total)
+            report(f"filling a pool of {count:,} {group}", 0.9 * filling.tokens / total)
         return side, filling
 
-    large, filling = filled(large_count, True)
-    small: Ours | None = None
-    small_times, large_times = Times.none(), Times.none()
+    pools = [filled(large_count), filled(small_count)]
+    sides = [side for side, _ in pools]
+    prompts = short_prompts(sides, pools[0][1].shape, half, 40)
+    times = [Times.none(), Times.none()]
     probes: tuple[list[int], list[int]] = ([], [])
-    for start in range(0, rounds, rounds_each):
-        report(f"{group}: requests", 0.9 + 0.1 * start / rounds)
-        small, _ = filled(small_count, False)
-        prompts = short_prompts((small, large), filling.shape, half, 40)
-        for _ in range(20):
-            life_ours(small, next(prompts), Times.none())
-        for index in range(rounds_each):
-            prompt = next(prompts)
-            if index & 1:
-                life_ours(small, prompt, small_times)
-                life_ours(large, prompt, large_times)
-            else:
-                life_ours(large, prompt, large_times)
-                life_ours(small, prompt, small_times)
-            for side, samples in ((small, probes[0]), (large, probes[1])):
-                t0 = clock()
-                side.pool.probe(side.root, prompt)
-                t1 = clock()
-                samples.append(t1 - t0)
-    assert small is not None
+    for index in range(-GROWTH_ROUNDS // 4, GROWTH_ROUNDS):
+        if not index:
+            times = [Times.none(), Times.none()]
+            probes = ([], [])
+        prompt = next(prompts)
+        for which in (0, 1) if index & 1 else (1, 0):
+            life_ours(sides[which], prompt, times[which])
+        for which in (0, 1) if index & 2 else (1, 0):
+            probe, root = sides[which].pool.probe, sides[which].root
+            t0 = clock()
+            probe(root, prompt)
+            t1 = clock()
+            probes[which].append(t1 - t0)
+        report(f"{group}: requests", 0.9 + 0.1 * max(0, index) / GROWTH_ROUNDS)
     results = []
+    large, small = times
     steps = (
-        ("allocate", small_times.allocate, large_times.allocate),
-        ("commit", small_times.publish, large_times.publish),
-        ("free", small_times.release, large_times.release),
-        ("probe", probes[0], probes[1]),
+        ("allocate", small.allocate, large.allocate),
+        ("commit", small.publish, large.publish),
+        ("free", small.release, large.release),
+        ("probe", probes[1], probes[0]),
     )
     for name, few, many in steps:
         a, b = quantiles(few, cost), quantiles(many, cost)
-        results.append(ratio(f"{group}_growth_{name}", b.p50, a.p50, rounds))
-        results.append(us(f"{group}_large_{name}_us_p50", f"{name}, {large_count:,} {group}", b.p50, rounds))
-        results.append(us(f"{group}_small_{name}_us_p50", f"{name}, {small_count:,} {group}", a.p50, rounds))
+        results.append(ratio(f"{group}_growth_{name}", b.p50, a.p50, GROWTH_ROUNDS))
+        results.append(
+            us(f"{group}_large_{name}_us_p50", f"{name}, {large_count:,} {group}", b.p50, GROWTH_ROUNDS)
+        )
+        results.append(
+            us(f"{group}_small_{name}_us_p50", f"{name}, {small_count:,} {group}", a.p50, GROWTH_ROUNDS)
+        )
     results.append(
         result(
-            f"{group}_large_nodes",
-            large.pool.tree.nodes - 1,
-            what="nodes of the large pool",
-            note=f"small: {small.pool.tree.nodes - 1:,} nodes, {small_count:,} {group}; large: {large_count:,} {group}",
+            f"{group}_extents_per_node",
+            extents_per_node(sides[0]),
+            what="stretches of slots a node of the large pool is scattered over",
+            note=f"{sides[0].pool.tree.nodes - 1:,} nodes; small pool: {extents_per_node(sides[1]):.2f}, "
+            f"{sides[1].pool.tree.nodes - 1:,} nodes",
         )
     )
     return results
+
+
+def extents_per_node(side: Ours) -> float:
+    """Mean over all live nodes."""
+    tree = side.pool.tree
+    return sum(len(tree.extents(node)) >> 1 for node in tree.live()) / tree.nodes
 
 
 def measure_gc(pair: Pair) -> list[Result]:

@@ -167,6 +167,7 @@ def machine() -> dict[str, str | int | float]:
         "memory_gib": memory_gib,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load_1m": round(os.getloadavg()[0], 2),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
     }
 
 

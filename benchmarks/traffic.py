@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from kvslot.allocator import Admitted, Pool, PoolConfig, Session, Space
@@ -110,9 +111,13 @@ class Side(Protocol):
 class Ours:
     """kvslot's core with one session and one namespace."""
 
-    def __init__(self, slots: int, block_size: int = 16) -> None:
+    def __init__(self, slots: int, block_size: int = 16, headroom: int = 0) -> None:
+        """`headroom`: slots, where a pool is so small that the usual share of it is nothing."""
         padding = 1 if block_size > 1 else 2
-        self.pool = Pool(PoolConfig(blocks=slots // block_size + padding, block_size=block_size))
+        config = PoolConfig(blocks=slots // block_size + padding, block_size=block_size)
+        if headroom > slots * config.headroom:
+            config = msgspec.structs.replace(config, headroom=headroom / slots)
+        self.pool = Pool(config)
         self.session: Session = self.pool.open_session()
         self.root: int = self.pool.open_space(Space())
 
