@@ -99,7 +99,7 @@ class Admission:
         """
         later = self._admit(session, need, now, ticket, contiguous)
         if later is not None and later.ticket in self.waiting:
-            self.waiting[later.ticket].taken = taken
+            self.waiting[later.ticket].taken = max(0, taken)  # a move given up for it may have freed more
         return later
 
     def _admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:

@@ -849,11 +849,12 @@ class Pool:
             piece.holders.append(child)
             piece.refs += 1
             own.append(piece)
-        known = length - child.tokens_from
-        if 4 * known < len(child.tokens):
-            child.tokens = child.tokens[: 4 * max(known, 0)]
+        known = child.tokens_from + (len(child.tokens) >> 2)
+        if known > length:
+            child.tokens = child.tokens[: 4 * max(length - child.tokens_from, 0)]
+            known = length
         if child.tokens_from > child.base - child.base % self.unit:
-            self._tokens_from_tree(child)
+            self._tokens_from_tree(child, known)
         self.tree.hold(sequence.node)
         session.sequences[child_handle] = child
         self.sequences[child_handle] = child
@@ -1030,9 +1031,10 @@ class Pool:
                 piece = self._split_range(sequence, piece, keep_to - piece.position)
             sequence.own.remove(piece)
             (spare if piece.holders is None and not piece.fence else dropped).append(piece)
-        known = 4 * (keep_to - sequence.tokens_from)
-        if known < len(sequence.tokens):
-            sequence.tokens = sequence.tokens[: max(known, 0)]
+        known = sequence.tokens_from + (len(sequence.tokens) >> 2)
+        if known > keep_to:
+            sequence.tokens = sequence.tokens[: 4 * max(keep_to - sequence.tokens_from, 0)]
+            known = keep_to
         if keep_to < sequence.length:
             sequence.length = keep_to
             sequence.written = min(sequence.written, keep_to)
@@ -1047,7 +1049,7 @@ class Pool:
             tree.hold(above)
             sequence.node = above
             sequence.base = keep_to
-            self._tokens_from_tree(sequence)
+            self._tokens_from_tree(sequence, known)
         # Room that stands ready behind the new end, in order; pages must keep their place modulo the page.
         room = 2 * max(self.quantum, session.page)
         position = keep_to
@@ -1071,15 +1073,19 @@ class Pool:
         self.unwritten += (sequence.capacity - sequence.length) - before
         self._let_go(sequence, dropped, node, fence)
 
-    def _tokens_from_tree(self, sequence: Sequence) -> None:
-        """A sequence cut within what is published: in whole units its next commit compares the broken one again."""
+    def _tokens_from_tree(self, sequence: Sequence, known: int) -> None:
+        """A sequence cut within what is published: in whole units its next commit compares the broken one again.
+
+        `known` is how many of its tokens it has told, fewer than are published where a fork published for it: the next
+        it tells is still the one after those.
+        """
         tree, base, node = self.tree, sequence.base, sequence.node
         while tree.depth[node] >= base:
             node = tree.parent[node]
-        inside = base - tree.depth[node]
-        broken = base % self.unit
-        sequence.tokens = tree.keys[node][4 * (inside - broken) : 4 * inside]
-        sequence.tokens_from = base - broken
+        start = base - base % self.unit
+        inside = 4 * (start - tree.depth[node])
+        sequence.tokens = tree.keys[node][inside : inside + 4 * (known - start)] if known > start else b""
+        sequence.tokens_from = start if known > start else known
 
     # -- room --------------------------------------------------------------------------------------------------
 
