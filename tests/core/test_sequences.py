@@ -482,3 +482,19 @@ def test_wait_for_commit_computes_nothing_twice() -> None:
     pool.sweep()
     assert not pool.admission.awaiting or any(isinstance(push, Abandoned) for push in pool.pushes)
     sound(pool)
+
+
+def test_a_fork_that_others_published_for_tells_from_where_it_was() -> None:
+    """A fork may be published further than it has told tokens; after a roll-back it still tells from where it was."""
+    pool = make(blocks=9, block_size=16)
+    s = pool.open_session()
+    a = admit(pool, s, fresh(1, 0))
+    grown(pool.extend(s, a.sequence, tokens=9))
+    pool.wrote(s, a.sequence, 8)
+    child = pool.fork(s, a.sequence, length=8)
+    pool.commit(s, a.sequence, 8, fresh(7, 1))
+    pool.trim(s, child.sequence, keep_to=4)
+    grown(pool.extend(s, child.sequence, tokens=4))
+    assert pool.commit(s, child.sequence, 6, fresh(3, 1) + fresh(2, 500)) == Committed(6, 2, 0)
+    assert pool.probe(root(pool), fresh(4, 0) + fresh(2, 500) + toks([7])) == 6
+    sound(pool)
