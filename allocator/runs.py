@@ -475,24 +475,16 @@ class FreeRuns:
 
     def handed_on(self, extents: list[int], kind: int, group: int) -> None:
         """Slots (flat) that were taken from one holder go to the next without having been free in between."""
-        block_size = self.block_size
+        block_size, generations = self.block_size, self._generation_view
         self._stamp = stamp = (self._stamp + 1) & 0xFFFFFFFF
-        last = (extents[-2] + extents[-1] - 1) // block_size
+        end = 0
+        for i in range(0, len(extents), 2):
+            start = extents[i]
+            end = start + extents[i + 1]
+            generations[-(-start // block_size) : end // block_size] = stamp
+        last = (end - 1) // block_size
         self.block_kind[last] = kind
         self.block_group[last] = group
-        if len(extents) <= 24:
-            for i in range(0, len(extents), 2):
-                start = extents[i]
-                self._generation_view[-(-start // block_size) : (start + extents[i + 1]) // block_size] = stamp
-            return
-        pairs = np.array(extents, dtype=np.int64)
-        first = -(-pairs[::2] // block_size)
-        counts = (pairs[::2] + pairs[1::2]) // block_size - first
-        # All blocks that lie wholly in an extent, as one list of numbers: written at once, their cache misses overlap.
-        counts = counts.clip(0)
-        ends = counts.cumsum()
-        blocks = np.arange(ends[-1]) + (first - ends + counts).repeat(counts)
-        self._generation_view[blocks] = stamp
 
     # -- asking ------------------------------------------------------------------------------------------------
 
