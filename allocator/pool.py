@@ -701,18 +701,19 @@ class Pool:
                 break
             node = child
             inside = 0
-        if not published and node != held:
+        if not published and node != held and position > sequence.base:
             # Only deeper than before: what is already held above the old node needs no second hold.
             tree.hold(node)
             tree.unhold(held, tick)
             sequence.node = node
-        sequence.base = position
+        if position > sequence.base:  # in whole units it may have fallen back to the broken one
+            sequence.base = position
         if sequence.promised is not None:
             self._settle(sequence, published=True)
         if position > sequence.tokens_from:
             sequence.tokens = sequence.tokens[4 * (position - sequence.tokens_from) :]
             sequence.tokens_from = position
-        return Committed(position, published, duplicates)
+        return Committed(sequence.base, published, duplicates)
 
     def _gather(
         self, sequence: Sequence, start: int, stop: int, shared: list[Range]
@@ -722,6 +723,8 @@ class Pool:
         Stops at the first position without a slot (trimmed away).  Returns flat extents and the tokens they hold;
         ranges that forks hold too are added to `shared`.
         """
+        if start < sequence.kept_from:
+            return [], 0  # what stands there now was never written: a window had dropped it
         own = sequence.own
         extents: list[int] = []
         position = start
@@ -1165,13 +1168,18 @@ class Pool:
             sequence.sources = [*(sequence.sources or ()), piece]
         front, back = split_extents(taken, count)
         source = end - count
+        dropped = max(0, sequence.kept_from - position)  # by a window: their slots are another's by now
+        self.copied_tokens += count - dropped
         for i in range(0, len(front), 2):
-            copies.append(Copy(source, front[i], front[i + 1]))
-            source += front[i + 1]
+            slot, n = front[i], front[i + 1]
+            skip = min(n, dropped)
+            dropped -= skip
+            if skip < n:
+                copies.append(Copy(source + skip, slot + skip, n - skip))
+            source += n
         self._own(sequence, position, front, PEELED)
         self._own(sequence, position + count, back)
         self.peeled += count
-        self.copied_tokens += count
 
     def _allocate_pages(
         self,
