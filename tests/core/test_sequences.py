@@ -498,3 +498,20 @@ def test_a_fork_that_others_published_for_tells_from_where_it_was() -> None:
     assert pool.commit(s, child.sequence, 6, fresh(3, 1) + fresh(2, 500)) == Committed(6, 2, 0)
     assert pool.probe(root(pool), fresh(4, 0) + fresh(2, 500) + toks([7])) == 6
     sound(pool)
+
+
+def test_what_a_window_dropped_is_neither_copied_nor_published() -> None:
+    """The page a window cut into is copied from what is left of it, and none of it can be published."""
+    pool = make(blocks=9, block_size=8, windowed=True)
+    s = pool.open_session(page=8)
+    a = admit(pool, s, fresh(8, 0))
+    pool.wrote(s, a.sequence, 8)
+    child = pool.fork(s, a.sequence, length=6)
+    pool.trim(s, child.sequence, keep_from=3)
+    answer = grown(pool.extend(s, child.sequence, tokens=2))
+    new = slots(answer.extents)
+    assert answer.copies == [Copy(slots(a.extents)[3], new[3], 3)]
+    pool.wrote(s, child.sequence, 8)
+    assert pool.commit(s, child.sequence, 8, fresh(2, 500)) == Committed(0, 0, 0)
+    assert pool.probe(root(pool), fresh(6, 0) + toks([9])) == 0
+    sound(pool)

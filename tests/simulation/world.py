@@ -526,7 +526,10 @@ class World:
         require(len(slots) == answer.capacity - answer.position, "extents and capacity differ", answer)
         self._retable(seq, seq.table[: answer.position] + slots)
         copied = sum(copy.length for copy in answer.copies)
-        require(copied == before - answer.position, "copies", answer.copies, "for", before, answer.position)
+        # What a window has dropped of a page is not there to be copied.
+        needed = max(0, before - max(answer.position, seq.kept_from))
+        require(copied == needed, "copies", answer.copies, "for", before, answer.position, seq.kept_from)
+        self.peeled.update(slots[: before - answer.position])
         # What was copied is written only once the copy has run; until then it must not be published.
         seq.written = min(seq.written, answer.position)
         self._queue(seq, answer.copies)
