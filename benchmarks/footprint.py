@@ -59,7 +59,7 @@ def measure(nodes: int, turnover: float) -> Footprint:
         tokens=tree.tokens,
         traced=traced,
         per_node=(traced - 4 * tree.tokens) / live,
-        scattered=sum(tree.slot[node] < 0 for node in tree.live()),
+        scattered=sum(len(tree.extents(node)) > 2 for node in tree.live()),
         estimate=tree.bytes_used() / live,
     )
 
