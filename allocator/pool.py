@@ -322,7 +322,9 @@ class Pool:
         With `wait_for_commit`, a prefix that another sequence is computing right now gives LATER(commit) rather than
         being computed twice.
         """
-        n = self._count(root, tokens)
+        n = len(tokens) >> 2
+        if not n or len(tokens) & 3 or root not in self.roots:
+            self._count(root, tokens)
         if session.life:
             raise OutOfTurn("the session is not live")
         tree = self.tree
@@ -398,16 +400,23 @@ class Pool:
                 if beside:
                     # Up to the end of a cell, so that what follows is whole cells again.
                     wanted = left + -(end + left) % cell if run else left
-                    beside = min(beside, wanted)
+                    if beside > wanted:
+                        beside = wanted
                     runs.take_within(end, end, beside)
                     own = [end, beside]
                     left -= beside
-        if left > 0:
+        if left > 0 and (runs.total - runs.cells_free * cell) * self.holes_from > self.usable - runs.total:
             left -= self._fill_holes(left, HOLES_EACH + left // HOLES_PER, root, own)
         if left > 0:
-            cells = self._cells(-(-left // cell), FRESH, root, now) if run or left % cell == 0 else []
+            count = -(-left // cell)
+            if not run and left % cell:
+                cells = []
+            elif count + self.headroom <= runs.cells_free:
+                cells = runs.take_cells(count, FRESH, root)  # as `_cells` would, which need not be asked
+            else:
+                cells = self._cells(count, FRESH, root, now)
             if cells:
-                own += cells
+                own = own + cells if own else cells
             else:
                 # The last resort, and what a request without room to grow into gets: exactly what it needs.
                 least = need - sum(own[1::2])
@@ -504,7 +513,10 @@ class Pool:
         self.ledger.shift_all(own, room, FREE, PRIVATE)
         ranges = [Range(position, own, room)]
         capacity = position + room
-        _join(extents, own)
+        if extents and extents[-2] + extents[-1] == own[0]:
+            _join(extents, own)
+        else:
+            extents += own
         session.charged += capacity - hit + copied
         sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
         if tree.learns:
@@ -1442,6 +1454,8 @@ class Pool:
             if own:
                 self._release(own, sum(own[1::2]), FREE)
             return []
+        if not own:
+            return runs.take_cells(cells, kind, group)
         return own + runs.take_cells(cells, kind, group) if cells else own
 
     def _hand_on(self, cells: int, kind: int, group: int, now: float, own: list[int]) -> int:

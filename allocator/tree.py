@@ -257,7 +257,7 @@ class PrefixTree:
         while True:
             child = kid[node]
             if child <= 0:
-                child = fans[-child].get(tokens[at : at + unit], 0)  # fan 0 is empty
+                child = child and fans[-child].get(tokens[at : at + unit], 0)
                 if not child:
                     return at >> 2
             key = keys[child]
@@ -279,7 +279,7 @@ class PrefixTree:
         while True:
             child = kid[node]
             if child <= 0:
-                child = fans[-child].get(tokens[at : at + unit], 0)
+                child = child and fans[-child].get(tokens[at : at + unit], 0)
                 if not child:
                     return at >> 2
             key = keys[child]
