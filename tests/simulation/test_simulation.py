@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SEEDS = int(os.environ.get("KVSLOT_SEEDS", "2500"))
+SEEDS = int(os.environ.get("KVSLOT_SEEDS", "2000"))
 PROCESSES = 2
 
 

@@ -111,6 +111,7 @@ class Seq:
     goal: int = 0  # length at which the driver lets it finish
     preempt: float | None = None
     ended: bool = False
+    leased: list[int] = field(default_factory=list)  # published slots before its window
 
     @property
     def capacity(self) -> int:
@@ -436,7 +437,8 @@ class World:
         if page == 1 and window is None and not contiguous:
             # Room is taken by whole cells; how much more than is missing may go for that is bounded.
             excess = self.evicted - evicted - max(0, own - free)
-            require(excess < own + EXCESS_CELLS * pool.quantum, "evicted", excess, "more than", own, "needs")
+            most = own + EXCESS_CELLS * pool.quantum + 2 * pool.block_size  # short leaves go whole
+            require(excess < most, "evicted", excess, "more than", own, "needs")
             self.tally["evicted beyond need"] += max(0, excess)
         if contiguous and page == 1:
             require(
@@ -744,7 +746,8 @@ class World:
         fence = self._fence(seq, extra)
         old = seq.table[seq.kept_from :]
         room = 2 * max(pool.quantum, engine.page)
-        after = seq.kept_from if keep_from < seq.kept_from else keep_from
+        before = seq.kept_from
+        after = before if keep_from < before else keep_from
         guard = Guard(fence, old)
         self._guard(engine, guard)
         for slot in old:
@@ -769,7 +772,12 @@ class World:
             self.duplicates.discard(slot)
             self.peeled.discard(slot)
         # What stays in its table is not behind the fence: it will be written again, in the order of its stream.
-        kept = set(front)
+        # Published slots before a window stay leased until Free.
+        leased = [s for s in old[: max(0, after - before)] if self.shadow[s] == CACHED]
+        seq.leased += leased
+        for slot in leased:
+            self.in_tables[slot] += 1
+        kept = {*front, *leased}
         for slot in [slot for slot in guard.slots if slot in kept]:
             guard.slots.remove(slot)
             self.in_use[slot] -= 1
@@ -811,7 +819,7 @@ class World:
     def _drop(self, seq: Seq) -> None:
         seq.ended = True
         del seq.engine.seqs[seq.handle]
-        for slot in seq.table[seq.kept_from :]:
+        for slot in (*seq.table[seq.kept_from :], *seq.leased):
             self.in_tables[slot] -= 1
 
     # -- pins, moves, deaths -----------------------------------------------------------------------------------
