@@ -206,6 +206,9 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
     fenced: Counter[int] = Counter()
     kinds: Counter[int] = Counter()
     for piece, holders in ranges_of(pool).values():
+        ends = map(sum, zip(piece.extents[::2], piece.extents[1::2], strict=True))
+        if any(end == start for end, start in zip(ends, piece.extents[2::2], strict=False)):
+            wrong.append(f"range {piece.extents} of sequence {holders[0].handle} has neighbours that are not joined")
         kinds[piece.kind] += piece.length
         charged[holders[0].session.handle] += piece.length
         if piece.refs != len(holders):

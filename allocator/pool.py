@@ -429,7 +429,7 @@ class Pool:
                     if least > runs.total:
                         self._evict(least - runs.total, now)
                     own += runs.take(least, FRESH, root)
-        return own
+        return own if len(own) < 4 else _joined(own)
 
     def _hold_less(self, node: int, end: int) -> int:
         """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted."""
@@ -1251,7 +1251,7 @@ class Pool:
                 self.runs.take_within(end, end, rest)
             own = self._take_pages(need - rest, page, now) if need > rest else []
             if own or need == rest:
-                own = [end, rest, *own] if rest else own
+                own = _joined([end, rest, *own]) if rest else own
             else:
                 if rest:
                     self.runs.give(end, rest)
@@ -1697,6 +1697,17 @@ def _join(extents: list[int], more: list[int]) -> None:
         extents += more[2:]
     else:
         extents += more
+
+
+def _joined(extents: list[int]) -> list[int]:
+    """The same slots, neighbours that touch made one: pages are found by where an extent begins."""
+    out = extents[:2]
+    for i in range(2, len(extents), 2):
+        if out[-2] + out[-1] == extents[i]:
+            out[-1] += extents[i + 1]
+        else:
+            out += extents[i : i + 2]
+    return out
 
 
 def _table_of(sequence: Sequence, piece: Range) -> list[Range]:
