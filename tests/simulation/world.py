@@ -534,6 +534,11 @@ class World:
         self.peeled.update(slots[: before - answer.position])
         # What was copied is written only once the copy has run; until then it must not be published.
         seq.written = min(seq.written, answer.position)
+        for step in engine.flight:
+            for advance in step.advances:
+                if advance[0] is seq:
+                    assert isinstance(advance[1], int)
+                    advance[1] = min(advance[1], answer.position)
         self._queue(seq, answer.copies)
         self.tally["grown"] += 1
         self.tally["grown peeled"] += copied > 0
