@@ -116,6 +116,9 @@ class Admission:
         watermark = self._for_growth()
         held = self._held(mine) + watermark
         coming = self.coming_free()
+        if need + held > free + evictable and self._older_than_window(mine):
+            self.drop_window()  # else the two would wait for each other
+            free = pool.runs.total
         if need + held > free + evictable and pool.tighten():
             evictable = pool.tree.evictable
         if need + held > free + evictable:
@@ -219,6 +222,10 @@ class Admission:
             # What the sweep has quarantined is no longer among the fenced.
             fenced -= sum(s.fenced for s in self.pool.sessions.values() if (s.stalled or s.life) and not s.swept)
         return fenced
+
+    def _older_than_window(self, mine: Ticket | None) -> bool:
+        window = self.window
+        return window is not None and mine is not None and mine.handle < window.ticket.handle
 
     def held_back(self) -> int:
         """Slots a new request must leave."""
@@ -405,7 +412,9 @@ class Admission:
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
         for ticket in self.waiting.values():
             # Only the head of the queue, but for those who wait for their own quota or own window.
-            reserved = self.window.held if self.window is not None and self.window.ticket is ticket else 0
+            window = self.window
+            mine = window is not None and (window.ticket is ticket or self._older_than_window(ticket))
+            reserved = window.held if window is not None and mine else 0
             fits = ticket.need + ticket.taken + self._for_growth() <= free + evictable + reserved
             fits = fits and _within_quota(ticket)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:

@@ -1262,6 +1262,7 @@ class Pool:
             tree.unhold(node, tree.tick[node])
             if copied and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
                 # Computing the broken page again needs less room than keeping it and a copy of it.
+                path = tree.path_to(node)  # which may have been split on the way
                 return self._allocate_pages(session, root, tokens, path, hit - part, now, later.ticket, priority)
             return later
         path = tree.path_to(node)  # to make room, nodes on it may have been split
