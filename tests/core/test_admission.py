@@ -439,3 +439,23 @@ def test_window_goes_with_its_ticket() -> None:
     pool.admission.withdraw(s, refused.ticket)
     assert pool.statistics().reserved == 0
     sound(pool)
+
+
+def test_a_window_gives_way_to_an_older_ticket() -> None:
+    """Where the oldest ticket needs what a younger one's window holds, the two do not wait for each other."""
+    pool = make(blocks=14, block_size=4)
+    bound, s = pool.open_session(quota=20), pool.open_session()
+    running = admit(pool, bound, fresh(4, 900))
+    held = [admit(pool, s, fresh(4, 100 * i)) for i in range(12)]
+    elder = later(pool.allocate(bound, root(pool), fresh(19, 7000)))
+    assert elder.reason == Reason.QUOTA
+    for a in held[::2]:
+        pool.free(s, a.sequence)
+    younger = later(pool.allocate(s, root(pool), fresh(12, 5000), contiguous=True))
+    assert younger.reason == Reason.RUN
+    assert pool.statistics().reserved > 0
+    pool.free(bound, running.sequence)
+    assert Ready(bound.handle, elder.ticket) in pool.pushes
+    assert isinstance(pool.allocate(bound, root(pool), fresh(19, 7000), ticket=elder.ticket), Admitted)
+    assert younger.ticket in pool.admission.waiting
+    sound(pool)
