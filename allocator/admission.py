@@ -11,7 +11,8 @@ withdraws it, or until `ticket_grace` after Ready was pushed.
 When growth cannot be served and nothing is coming free, Pressure asks all sessions for their second runs; after
 `reclaim_patience` victims are named one at a time among the sequences under the limit that binds: lowest priority
 first, then youngest, never the oldest.  A session that has not answered by the deadline gets LATER(preempt_first) for
-new work and the next victim is named.  So the oldest sequence goes on as long as it fits alone and the others answer or die.
+new work and the next victim is named.  So the oldest sequence goes on as long as it fits alone and the others answer or
+die.
 
 A request for one long run that finds memory scattered gets a window: the stretch of the pool with the least in its way
 is set aside (state reserved) as it becomes free, evicting what nobody holds.  One window per pool at a time.
@@ -74,7 +75,18 @@ def _within_quota(ticket: Ticket) -> bool:
 class Admission:
     """The queue of one pool.  `busy` is true while anybody waits."""
 
-    __slots__ = ("_planned", "awaiting", "busy", "growth", "named", "patient", "pool", "pressed", "waiting", "window")
+    __slots__ = (
+        "_planned",
+        "awaiting",
+        "busy",
+        "growth",
+        "named",
+        "patient",
+        "pool",
+        "pressed",
+        "waiting",
+        "window",
+    )
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -220,7 +232,9 @@ class Admission:
         fenced = self.pool.ledger.counts[FENCED]
         if fenced:
             # What the sweep has quarantined is no longer among the fenced.
-            fenced -= sum(s.fenced for s in self.pool.sessions.values() if (s.stalled or s.life) and not s.swept)
+            fenced -= sum(
+                s.fenced for s in self.pool.sessions.values() if (s.stalled or s.life) and not s.swept
+            )
         return fenced
 
     def _older_than_window(self, mine: Ticket | None) -> bool:
@@ -246,7 +260,11 @@ class Admission:
             oldest = next((t for t in self.waiting.values() if _within_quota(t)), None)
             if oldest is not None and oldest is not mine:
                 window = self.window
-                held += oldest.need + oldest.taken - (window.held if window is not None and window.ticket is oldest else 0)
+                held += (
+                    oldest.need
+                    + oldest.taken
+                    - (window.held if window is not None and window.ticket is oldest else 0)
+                )
         return held
 
     def _growth_held(self, before: int) -> int:
@@ -385,7 +403,9 @@ class Admission:
         """After memory came back or time went by: pushes Ready, ends unused tickets, names the next victim."""
         pool = self.pool
         grace = pool.config.ticket_grace
-        for held in [t for t in (*self.growth.values(), *self.waiting.values()) if 0 <= t.ready < now - grace]:
+        for held in [
+            t for t in (*self.growth.values(), *self.waiting.values()) if 0 <= t.ready < now - grace
+        ]:
             self._remove(held)
         if self.window is not None:
             if not self.window.blockers and now - self._planned >= REPLAN_AFTER:
@@ -419,7 +439,11 @@ class Admission:
             fits = fits and _within_quota(ticket)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)
-                fits = self.window is not None and self.window.ticket is ticket and self.window.held >= ticket.need
+                fits = (
+                    self.window is not None
+                    and self.window.ticket is ticket
+                    and self.window.held >= ticket.need
+                )
             if fits and ticket.ready < 0:
                 ticket.ready = now
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
@@ -495,7 +519,9 @@ class Admission:
             return
         self.window = window
         pool = self.pool
-        for run in [r for r in pool.runs.length_at if window.start - pool.runs.length_at[r] < r < window.stop]:
+        for run in [
+            r for r in pool.runs.length_at if window.start - pool.runs.length_at[r] < r < window.stop
+        ]:
             start = max(run, window.start)
             length = min(run + pool.runs.length_at[run], window.stop) - start
             if length > 0:
@@ -579,7 +605,7 @@ def plan_window(pool: Pool, ticket: Ticket) -> Window | None:
     owner = np.array(owners, dtype=np.int64)[order]
     held = np.frombuffer(tree.holds, dtype=np.int32)[owner] > 0
     held = held & (owner > 0)
-    # A window may begin at any interval; what no interval covers (private, fenced, ...) is in the way as held nodes are.
+    # A window may begin at any interval; what none covers (private, fenced, ...) is in the way as held nodes are.
     clear = np.concatenate(([0], np.cumsum(np.where(held, 0, stop - start))))
     cached = np.concatenate(([0], np.cumsum(np.where((owner > 0) & ~held, stop - start, 0))))
     begins = np.unique(np.clip(np.concatenate((start, stop - need)), pool.padding, pool.slots - need))

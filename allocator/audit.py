@@ -1,6 +1,6 @@
 """The audit: recounts a pool from its owners and compares.
 
-    every slot has exactly one owner      sequences' ranges, nodes, fences, moves' targets, the window, free runs, padding
+    every slot has exactly one owner      ranges, nodes, fences, moves' targets, the window, free runs, padding
     owners' sums = the ledger's counts    per state
     references = holders found by walking ranges' counts, nodes' holds
     tree: keys, parents, children, depths, extents agree; evictable = the recount; leaves nobody holds are queued
@@ -56,7 +56,9 @@ def audit(pool: Pool) -> list[str]:
         wrong.append(f"owners end at slot {at} of {pool.slots}")
     for state in State:
         if counts[state] != pool.ledger.counts[state]:
-            wrong.append(f"{state.name.lower()}: the ledger says {pool.ledger.counts[state]}, owners hold {counts[state]}")
+            wrong.append(
+                f"{state.name.lower()}: the ledger says {pool.ledger.counts[state]}, owners hold {counts[state]}"
+            )
     _audit_runs(pool, wrong)
     _audit_tree(pool, wrong)
     _audit_sequences(pool, wrong)
@@ -188,7 +190,9 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
             evictable += tree.length[node]
         leaf = not tree.holds[node] and not children[node]
         if leaf != (node in queued):
-            wrong.append(f"node {node} is {'' if leaf else 'not '}an evictable leaf and the evictor disagrees")
+            wrong.append(
+                f"node {node} is {'' if leaf else 'not '}an evictable leaf and the evictor disagrees"
+            )
     if not queued <= set(nodes):
         wrong.append("the evictor lists nodes that do not exist")
     for name, is_, says in (
@@ -208,11 +212,15 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
     for piece, holders in ranges_of(pool).values():
         ends = map(sum, zip(piece.extents[::2], piece.extents[1::2], strict=True))
         if any(end == start for end, start in zip(ends, piece.extents[2::2], strict=False)):
-            wrong.append(f"range {piece.extents} of sequence {holders[0].handle} has neighbours that are not joined")
+            wrong.append(
+                f"range {piece.extents} of sequence {holders[0].handle} has neighbours that are not joined"
+            )
         kinds[piece.kind] += piece.length
         charged[holders[0].session.handle] += piece.length
         if piece.refs != len(holders):
-            wrong.append(f"the range at slot {piece.extents[0]} counts {piece.refs} holders, {len(holders)} were found")
+            wrong.append(
+                f"the range at slot {piece.extents[0]} counts {piece.refs} holders, {len(holders)} were found"
+            )
         if len(holders) > 1 or piece.holders is not None:
             if sorted(h.handle for h in piece.holders or ()) != sorted(h.handle for h in holders):
                 wrong.append(f"the range at slot {piece.extents[0]} lists other holders than hold it")
@@ -221,7 +229,10 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
         if sequence.session.sequences.get(sequence.handle) is not sequence:
             wrong.append(f"{who} and its session do not know each other")
         unwritten += sequence.capacity - sequence.length
-        if not 0 <= sequence.base <= sequence.length <= sequence.capacity or sequence.written > sequence.length:
+        if (
+            not 0 <= sequence.base <= sequence.length <= sequence.capacity
+            or sequence.written > sequence.length
+        ):
             wrong.append(f"{who}: base {sequence.base}, written {sequence.written}, length {sequence.length}, "
                          f"capacity {sequence.capacity} are out of order")  # fmt: skip
         at = sequence.kept_from
@@ -246,14 +257,18 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
         for node in session.pins.values():
             pinned += pool.tree.depth[node] + pool.tree.length[node]
         if session.fenced != fenced[session.handle]:
-            wrong.append(f"session {session.handle} counts {session.fenced} fenced slots, {fenced[session.handle]} were found")
+            wrong.append(
+                f"session {session.handle} counts {session.fenced} fenced slots, {fenced[session.handle]} were found"
+            )
         expected = charged[session.handle] + fenced[session.handle]
         if session.charged != expected:
             wrong.append(f"session {session.handle} is charged {session.charged} slots, holds {expected}")
         if session.life == Life.ENDED:
             wrong.append(f"session {session.handle} has ended and is still listed")
         if session.charged > session.quota:
-            wrong.append(f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}")
+            wrong.append(
+                f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}"
+            )
     admission = pool.admission
     for name, is_, says in (
         ("unwritten", unwritten, pool.unwritten),
@@ -270,10 +285,15 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
     if not pool.sessions:
         for state in (PRIVATE, FENCED, QUARANTINED, RESERVED):
             if pool.ledger.counts[state]:
-                wrong.append(f"no session is left, yet {pool.ledger.counts[state]} slots are {State(state).name.lower()}")
+                wrong.append(
+                    f"no session is left, yet {pool.ledger.counts[state]} slots are {State(state).name.lower()}"
+                )
         leased = pool.tree.tokens - pool.tree.evictable
         moving = sum(pool.tree.length[n] for n in pool.tree.live() if pool.tree.flags[n] & MOVING_FLAG)
         if leased and not moving:
             wrong.append(f"no session is left, yet {leased} cached tokens are leased")
-    if min(pool.ledger.counts) < 0 or min(unwritten, pool.duplicates, pool.peeled, pool.pinned, pool.tree.evictable) < 0:
+    if (
+        min(pool.ledger.counts) < 0
+        or min(unwritten, pool.duplicates, pool.peeled, pool.pinned, pool.tree.evictable) < 0
+    ):
         wrong.append("a gauge is negative")

@@ -49,9 +49,14 @@ MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
-HOLES_EACH, HOLES_PER = 2, 256  # a new piece begins in at most two holes, and one more for so many tokens of it
+HOLES_EACH, HOLES_PER = (
+    2,
+    256,
+)  # a new piece begins in at most two holes, and one more for so many tokens of it
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
-SCATTER_SHIFT = 6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
+SCATTER_SHIFT = (
+    6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
+)
 HAND_ON = 64  # cells from which a request takes over what its victims leave
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
@@ -76,7 +81,9 @@ class Pool:
         self.watermark = int(self.usable * config.watermark)
         self.ledger = Ledger(self.slots, self.padding)
         self.headroom = int(self.usable * config.headroom) // self.quantum
-        self.cell = self.quantum  # growth and placement go by the same measure; holes are what falls short of it
+        self.cell = (
+            self.quantum
+        )  # growth and placement go by the same measure; holes are what falls short of it
         self.holes_from = HOLES_FROM if config.fill_holes else 0
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
@@ -88,7 +95,9 @@ class Pool:
         self.spaces: dict[Space, int] = {}
         self.roots: dict[int, Space] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.promised: dict[tuple[int, int, bytes], Sequence] = {}  # (node, hit, first unit missed) -> who computes it
+        self.promised: dict[
+            tuple[int, int, bytes], Sequence
+        ] = {}  # (node, hit, first unit missed) -> who computes it
         self.tick = 0
         self._serial = 0
         self._sweeping: list[Session] = []
@@ -180,7 +189,9 @@ class Pool:
         if session.life:
             raise OutOfTurn("the session is not live: it is resumed, or proven gone")
         if session.passed() < session.submitted:
-            raise OutOfTurn(f"step {session.submitted} was submitted, and not all processes have completed it")
+            raise OutOfTurn(
+                f"step {session.submitted} was submitted, and not all processes have completed it"
+            )
         session.life = Life.GONE
         self._start_sweep(session)
         while session in self._sweeping:
@@ -336,7 +347,11 @@ class Pool:
             depth = tree.depth
             while path and depth[path[-1]] >= hit:
                 path.pop()
-        if wait_for_commit and self.promised and -(-n // session.page) * session.page <= min(session.quota, self.usable):
+        if (
+            wait_for_commit
+            and self.promised
+            and -(-n // session.page) * session.page <= min(session.quota, self.usable)
+        ):
             sequence = self._promise(root, tokens, path, hit)
             if sequence is not None:
                 return self.admission.wait_for(session, n - hit, now, ticket, sequence)
@@ -365,7 +380,9 @@ class Pool:
                 node = path[-1] = self._hold_less(node, hit)
                 spare = self.runs.total + tree.evictable - need
             try:
-                later = self.admission.admit(session, need, evictable - tree.evictable, now, ticket, contiguous)
+                later = self.admission.admit(
+                    session, need, evictable - tree.evictable, now, ticket, contiguous
+                )
             except Refusal:
                 tree.unhold(node, tree.tick[node])
                 raise
@@ -373,7 +390,11 @@ class Pool:
                 tree.unhold(node, tree.tick[node])
                 return later
             path = tree.path_to(node)  # to make room, nodes on it may have been split
-            if contiguous or spare < 2 * self.quantum + self.admission.held_back() or session.charged + want > session.quota:
+            if (
+                contiguous
+                or spare < 2 * self.quantum + self.admission.held_back()
+                or session.charged + want > session.quota
+            ):
                 want = need
         own = self._place(need, want != need, contiguous, path, hit, root, now)
         return self._start(session, root, node, tokens, path, hit, own, priority)
@@ -642,7 +663,9 @@ class Pool:
         if not 0 <= length <= known:
             raise BadRequest(f"commit to {length}: tokens are known up to {known}")
         if known > sequence.capacity:
-            raise BadRequest(f"tokens are known up to {known}, but the sequence has room for {sequence.capacity}")
+            raise BadRequest(
+                f"tokens are known up to {known}, but the sequence has room for {sequence.capacity}"
+            )
         if priority is not None and not 0 <= priority <= MAX_PRIORITY:
             raise BadRequest(f"priority {priority} is not in 0..{MAX_PRIORITY}")
         if length > sequence.length:
@@ -677,7 +700,12 @@ class Pool:
         duplicates = published = 0
         while True:
             if inside < lengths[node]:
-                common = common_prefix(tokens, at, keys[node][4 * inside :] if inside else keys[node], 4 * self.unit) >> 2
+                common = (
+                    common_prefix(
+                        tokens, at, keys[node][4 * inside :] if inside else keys[node], 4 * self.unit
+                    )
+                    >> 2
+                )
                 if common:
                     duplicates += self._mark_duplicates(sequence, position, position + common)
                 position += common
@@ -912,7 +940,9 @@ class Pool:
         """Gives up ranges (out of the table already) and, when not 0, a hold on `node`, both behind `fence`."""
         session = sequence.session
         passed = session.passed()
-        if fence <= passed and not (pieces and (len(pieces) > 1 or pieces[0].holders or pieces[0].fence or pieces[0].kind)):
+        if fence <= passed and not (
+            pieces and (len(pieces) > 1 or pieces[0].holders or pieces[0].fence or pieces[0].kind)
+        ):
             # What is nearly always so: one range at most, nobody else's, and no step to wait for.
             if pieces:
                 piece = pieces[0]
@@ -993,7 +1023,14 @@ class Pool:
                     give(start, end - start)
 
     def trim(
-        self, session: Session, handle: int, *, keep_from: int = 0, keep_to: int = -1, fence: int = 0, now: float = 0.0
+        self,
+        session: Session,
+        handle: int,
+        *,
+        keep_from: int = 0,
+        keep_to: int = -1,
+        fence: int = 0,
+        now: float = 0.0,
     ) -> int:
         """Drops positions before `keep_from` (sliding window) and from `keep_to` on (roll-back); returns the capacity.
 
@@ -1204,7 +1241,7 @@ class Pool:
         ticket: int,
         priority: int,
     ) -> Admitted | Later | Never:
-        """`allocate` for kernels that read whole pages: own pages are exclusive, and a hit keeps its place modulo the page."""
+        """`allocate` for kernels of whole pages: own pages are exclusive, hits keep their place modulo the page."""
         tree, page = self.tree, session.page
         n = len(tokens) >> 2
         pages = -(-n // page) * page
@@ -1263,7 +1300,9 @@ class Pool:
             if copied and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
                 # Computing the broken page again needs less room than keeping it and a copy of it.
                 path = tree.path_to(node)  # which may have been split on the way
-                return self._allocate_pages(session, root, tokens, path, hit - part, now, later.ticket, priority)
+                return self._allocate_pages(
+                    session, root, tokens, path, hit - part, now, later.ticket, priority
+                )
             return later
         path = tree.path_to(node)  # to make room, nodes on it may have been split
         answer = self._start(session, root, node, tokens, path, hit, own, priority, copied)
@@ -1285,7 +1324,7 @@ class Pool:
         capacity = sequence.capacity
         part = capacity % page
         asked = tokens or self.quantum
-        # Room in whole pages; a page shared or published in part is copied, one of our own with free slots behind is not.
+        # Room in whole pages; a page shared or published in part is copied, our own with free slots behind is not.
         need = -(-(part + asked) // page) * page
         limit = min(session.quota, self.usable) // page * page
         if capacity - part + need > limit:
@@ -1331,7 +1370,7 @@ class Pool:
         return Grown(start, sequence.capacity, out, copies)
 
     def _take_pages(self, need: int, page: int, now: float) -> list[int]:
-        """Takes `need` slots in whole pages, evicting what that takes; [] and nothing evicted where it cannot be had."""
+        """Takes `need` slots in whole pages, evicting what that takes; [] and nothing evicted where that cannot do."""
         tree, runs = self.tree, self.runs
         own = runs.take_pages(need, page) if need <= runs.total else []
         if not own:
@@ -1358,7 +1397,9 @@ class Pool:
             return 0, 0
         limit = int(self.usable * self.config.pin_share)
         if self.pinned + kept > limit:
-            raise BadRequest(f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}")
+            raise BadRequest(
+                f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}"
+            )
         node = path[-1]
         if kept < tree.depth[node] + tree.length[node]:
             if tree.flags[node] & MOVING_FLAG:
@@ -1426,7 +1467,9 @@ class Pool:
         """
         runs = self.runs
         filled = 0
-        while holes and (runs.total - runs.cells_free * self.cell) * self.holes_from > self.usable - runs.total:
+        while (
+            holes and (runs.total - runs.cells_free * self.cell) * self.holes_from > self.usable - runs.total
+        ):
             size = runs.take_hole(most - filled, HOLE_LEAST, FRESH, root, own)
             if not size:
                 break
@@ -1564,7 +1607,9 @@ class Pool:
         if expiry:
             tree.expiry[node] = expiry
         if priority and not isinstance(tree.evictor, eviction.Tiers):
-            tree.evictor = self.evictor = eviction.Tiers(tree.evictor, tree.priority, tree.expiry, tree.length)
+            tree.evictor = self.evictor = eviction.Tiers(
+                tree.evictor, tree.priority, tree.expiry, tree.length
+            )
 
     # -- small things ------------------------------------------------------------------------------------------
 
@@ -1645,7 +1690,9 @@ class Pool:
         counts = self.ledger.counts
         tree, runs = self.tree, self.runs
         held = counts[CACHED] + counts[PRIVATE] - self.unwritten - self.duplicates - self.peeled
-        room = (self.config.blocks - self.padding // self.block_size - runs.blocks_free) * self.block_size - self.unwritten
+        room = (
+            self.config.blocks - self.padding // self.block_size - runs.blocks_free
+        ) * self.block_size - self.unwritten
         return PoolStatistics(
             usable=self.usable,
             free=counts[FREE],
@@ -1725,7 +1772,9 @@ def _check_config(config: PoolConfig) -> None:
         raise BadRequest(f"block_size {config.block_size} is not in 1..{MAX_BLOCK_SIZE}")
     least = 2 if config.block_size > 1 else 3
     if config.blocks < least:
-        raise BadRequest(f"{config.blocks} blocks: padding takes {least - 1}, so a pool needs at least {least}")
+        raise BadRequest(
+            f"{config.blocks} blocks: padding takes {least - 1}, so a pool needs at least {least}"
+        )
     if config.blocks * config.block_size > MAX_SLOTS:
         raise BadRequest(
             f"{config.blocks} blocks of {config.block_size} are {config.blocks * config.block_size} slots; "

@@ -18,10 +18,14 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     blocks: int
     block_size: int = 16
-    opaque: bool = False  # only bytes per block are known: match, split, insert and evict at multiples of block_size
+    opaque: bool = (
+        False  # only bytes per block are known: match, split, insert and evict at multiples of block_size
+    )
     windowed: bool = False  # every layer has a sliding window, so the front of a sequence may be trimmed
     watermark: float = 0.02  # share of `usable` kept back from new requests
-    headroom: float = 0.003  # share of `usable` that eviction keeps free, so that what is freed meets its neighbours
+    headroom: float = (
+        0.003  # share of `usable` that eviction keeps free, so that what is freed meets its neighbours
+    )
     eviction: str = "lru"
     quantum: int = 0  # slots of a growth run; 0: 32 tokens or a block, whichever is smaller
     fence_patience: float = 0.05  # how long memory that is coming free holds eviction back
@@ -31,7 +35,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     pin_share: float = 0.5  # most of `usable` that pins may keep
     peel_max: int = 64  # most tokens copied to keep a tail contiguous
     append: str = "chain"  # or "peel"; a session may choose otherwise
-    fill_holes: bool = True  # new pieces begin in holes where those have become many; False: no piece is split for one
+    fill_holes: bool = (
+        True  # new pieces begin in holes where those have become many; False: no piece is split for one
+    )
 
 
 class Space(msgspec.Struct, frozen=True):
@@ -78,7 +84,7 @@ class Forked(msgspec.Struct, gc=False):
 
 
 class Committed(msgspec.Struct, gc=False):
-    """OK: positions [0, length) are on the tree's path; `published` slots became shareable, `duplicates` stay private."""
+    """OK: positions [0, length) are on the tree's path; `published` became shareable, `duplicates` stay private."""
 
     length: int
     published: int
@@ -99,7 +105,7 @@ class Reason(StrEnum):
 
 
 class Later(msgspec.Struct, frozen=True, gc=False):
-    """LATER: ask again with `ticket`, which keeps the place in the queue.  Figures are those of the limit that binds."""
+    """LATER: ask again with `ticket`, which keeps its place in line.  Figures are those of the limit that binds."""
 
     ticket: int
     reason: Reason
@@ -173,7 +179,9 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     padding: int
     blocks: int
     blocks_free: int  # wholly free blocks
-    tokens_held: int  # distinct tokens that slots hold: cached + private - unwritten runs - duplicates - peeled
+    tokens_held: (
+        int  # distinct tokens that slots hold: cached + private - unwritten runs - duplicates - peeled
+    )
     unwritten: int  # room of running sequences that no token stands in yet
     duplicate_tokens: int  # private copies of what the tree has
     peeled_tokens: int  # private copies made to keep a tail contiguous or a page exclusive

@@ -15,9 +15,9 @@ takes a little of it, and pieces only get smaller.  Cells keep that from happeni
 
 Each run stands in three places: `length_at[start]`, `start_at[end]` (both for coalescing) and the container of its
 class: holes by size, others by their number of whole cells, exact below 512 and within 1/16 above.  `occupied` has bit
-c set when class c has a run, so the best fit is one shift and one lowest-set-bit (two-level classes with a bitmap: TLSF,
-Masmano et al., ECRTS 2004).  Containers are dicts used as ordered sets: `popitem` takes the newest in amortised O(1),
-a run that coalesces is removed by key.
+c set when class c has a run, so the best fit is one shift and one lowest-set-bit (two-level classes with a bitmap:
+TLSF, Masmano et al., ECRTS 2004).  Containers are dicts used as ordered sets: `popitem` takes the newest in amortised
+O(1), a run that coalesces is removed by key.
 
 With `total` free slots every `take` of up to `total` slots succeeds: free memory is never unusable for being scattered.
 
@@ -33,7 +33,9 @@ import numpy as np
 
 EXACT = 512  # cell counts below have a class each
 CELL_CLASSES = EXACT + 22 * 16 + 1
-CANDIDATES = 8  # equal runs looked at for the nearest lifetime; more buys little and costs a dict operation each
+CANDIDATES = (
+    8  # equal runs looked at for the nearest lifetime; more buys little and costs a dict operation each
+)
 
 # Expected lifetimes: what stands together in a block should die together, since a block is free only when its last
 # slot is.  Neighbouring values are nearest.
@@ -229,7 +231,7 @@ class FreeRuns:
                 return out
 
     def _fit(self, n: int, kind: int, group: int) -> int:
-        """A best-fitting run of `n` slots, or -1 when no single run is long enough (or only one that is hard to find)."""
+        """A best-fitting run of `n` slots, or -1 when none is long enough (or only one that is hard to find)."""
         base = self.holes
         if n < base:
             rest = (self.occupied & (self._bit[base] - 1)) >> n
@@ -249,7 +251,7 @@ class FreeRuns:
         return _newest(self.classes[c + (rest & -rest).bit_length() - 1]) if rest else -1
 
     def take_run(self, n: int, kind: int = FRESH, group: int = 0) -> list[int]:
-        """Takes `n` slots (no more than `longest()`) as one extent, looking at every run where that is what it takes."""
+        """Takes `n` slots (no more than `longest()`) as one extent, looking at every run if it must."""
         run = self._fit(n, kind, group)
         if run < 0:
             run = min((length, start) for start, length in self.length_at.items() if length >= n)[1]
@@ -308,7 +310,7 @@ class FreeRuns:
         return best
 
     def _long_enough(self, c: int, cells: int, n: int = 0) -> int:
-        """The shortest of a few runs of class `c` with `cells` whole cells and `n` slots, or -1; the class stays as it is."""
+        """The shortest of a few runs of class `c` with `cells` whole cells and `n` slots, or -1; nothing changes."""
         runs = self.classes[c]
         length_at, cell = self.length_at, self.cell
         seen = [runs.popitem()[0] for _ in range(min(CANDIDATES, len(runs)))]
@@ -397,7 +399,9 @@ class FreeRuns:
         block_size = self.block_size
         end = start + n
         self.total += n
-        cells = freed = 0  # whole cells and wholly free blocks gained: those of the merged run less those of the parts
+        cells = freed = (
+            0  # whole cells and wholly free blocks gained: those of the merged run less those of the parts
+        )
         left = start_at.pop(start, -1)
         if left >= 0:
             size = start - left

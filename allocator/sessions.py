@@ -115,7 +115,9 @@ class Session:
         "_serial",
     )
 
-    def __init__(self, handle: int, *, page: int, quota: int, append: str, peel_max: int, movable: bool) -> None:
+    def __init__(
+        self, handle: int, *, page: int, quota: int, append: str, peel_max: int, movable: bool
+    ) -> None:
         self.handle = handle
         self.page = page  # slots per page of its kernels; 1 for token-granular ones
         self.quota = quota

@@ -13,7 +13,7 @@ garbage collector, and nothing here is per token.
 
 Numbers are handed out by clusters of 16: a child takes one of its parent's cluster while there is room, else the first
 of an empty cluster.  A path is then a few stretches of each column, and what walks it (a look-up, a hold, an eviction)
-touches a few places in memory instead of one per node and column: in a tree that no cache holds that is most of the time.
+touches a few places in memory instead of one per node and column: in a tree that no cache holds, most of the time.
 
 Keys are compared as tokens, never by hash.  A node with several children finds the next by its first token (in opaque
 layouts: its first block) in a dict, which compares those bytes in full; the rest of the edge is compared in one
@@ -289,7 +289,7 @@ class PrefixTree:
             node = child
 
     def child(self, node: int, tokens: bytes, at: int) -> int:
-        """The child of `node` whose edge begins like tokens[at:] (bytes), by its first unit only; 0 when there is none."""
+        """The child of `node` whose edge begins with the unit at tokens[at:] (bytes); 0 when there is none."""
         child = self.kid[node]
         unit = self._unit_bytes
         if child > 0:
@@ -304,7 +304,7 @@ class PrefixTree:
         return list(self.fans[-child].values())
 
     def path_extents(self, path: list[int], hit: int, out: list[int]) -> None:
-        """Appends the slots of the first `hit` tokens along `path`, joined where nodes touch, to the flat list `out`."""
+        """Appends the slots of the first `hit` tokens along `path` to the flat list `out`, joined where nodes touch."""
         slots, lengths, heads, tail_slots = self.slot, self.length, self.head, self.tail_slot
         end = -1
         for node in path:

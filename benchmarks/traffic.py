@@ -106,6 +106,7 @@ class Side(Protocol):
 
     def evicted_tokens(self) -> int:
         """Since the pool was made."""
+        ...
 
 
 class Ours:

@@ -18,10 +18,12 @@ class Evictor(Protocol):
     @property
     def name(self) -> str:
         """As in the configuration."""
+        ...
 
     @property
     def learns(self) -> bool:
         """Whether the calls under "history" are to be made.  Never changes."""
+        ...
 
     # -- the queue ---------------------------------------------------------------------------------------------
 
@@ -39,12 +41,15 @@ class Evictor(Protocol):
 
     def oldest(self) -> int:
         """The next victim, or 0 when there is no leaf."""
+        ...
 
     def candidates(self, most: int) -> list[int]:
         """The next victim and at most `most` - 1 others that may go in its place at no or little loss."""
+        ...
 
     def victims(self, most: int) -> list[int]:
         """At most `most` leaves, the next victims first; all of them for a `most` as large as their number."""
+        ...
 
     def clock(self, now: float) -> None:
         """The time, told before victims are asked for; for policies whose priorities expire."""
@@ -54,6 +59,7 @@ class Evictor(Protocol):
 
     def bytes_used(self) -> int:
         """Bytes of the columns."""
+        ...
 
     # -- history: only where `learns` ---------------------------------------------------------------------------
 
@@ -63,6 +69,7 @@ class Evictor(Protocol):
         `whole`: down to its last token.  `ghost`: the place where the cached part stops (`PrefixTree.place`), 0 where
         it stops within a node or with the prompt.  Returns the sequence's past, for `created`; 0 for one without.
         """
+        ...
 
     def created(self, node: int, parent: int, past: int, output: bool) -> None:
         """A sequence with that `past` published `node` below `parent`; `output`: past its prompt."""
