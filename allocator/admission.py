@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle
+from kvslot.allocator.errors import BadRequest, ForeignHandle
 from kvslot.allocator.results import Abandoned, Later, Never, Preempt, Pressure, Published, Ready, Reason
 from kvslot.allocator.sessions import Life, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED
@@ -117,7 +117,7 @@ class Admission:
     def _admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:
         pool = self.pool
         mine = self._mine(session, ticket)
-        if any(deadline < now for deadline in session.owes.values()):
+        if self._overdue(session, now):
             return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST)
         if session.charged + need > session.quota:
             return self.refuse(session, need, now, ticket, Reason.QUOTA)
@@ -159,6 +159,25 @@ class Admission:
             self._remove(mine)
         return None
 
+    def admit_fork(self, session: Session, now: float, ticket: int) -> Later | None:
+        """None when a session may fork: it owes no answer to Preempt."""
+        mine = self._mine(session, ticket)
+        if self._overdue(session, now):
+            return self.refuse(session, 0, now, ticket, Reason.PREEMPT_FIRST)
+        if mine is not None:
+            self._remove(mine)
+        return None
+
+    def _overdue(self, session: Session, now: float) -> bool:
+        """Whether a session has let a Preempt's deadline pass for which somebody else's growth still waits."""
+        if not session.owes:
+            return False
+        if all(handle in self.named for handle in self.growth):
+            # Only victims are left to wait: the shortage they were named for is over, and theirs is a new one.
+            self._relax()
+            return False
+        return any(deadline < now for deadline in session.owes.values())
+
     def refuse(
         self,
         session: Session,
@@ -185,7 +204,7 @@ class Admission:
             mine.need, mine.awaits, mine.contiguous = need, 0, contiguous
             self.waiting[mine.handle] = mine
         else:
-            mine.need = need
+            mine.need, mine.contiguous = need, contiguous
         mine.ready = -1.0
         self.busy = True
         coming = self.coming_free()
@@ -281,7 +300,7 @@ class Admission:
             self._mine(session, ticket)
         mine = self.growth.get(sequence.handle)
         deadline = session.owes.get(sequence.handle)
-        if deadline is not None and deadline < now:
+        if deadline is not None and deadline < now and self._overdue(session, now):
             return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
         if session.charged + need > session.quota:
             return self.starve(sequence, need, now, ticket, Reason.QUOTA)
@@ -299,11 +318,15 @@ class Admission:
         patience = pool.config.fence_patience
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
             return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
+        return None
+
+    def grown(self, sequence: Sequence) -> None:
+        """A running sequence has got its slots: it waits no longer, and neither may the shortage."""
+        mine = self.growth.get(sequence.handle)
         if mine is not None:
             self._remove(mine)
         if not self.growth:
             self._relax()
-        return None
 
     def starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
@@ -351,8 +374,10 @@ class Admission:
         if any(deadline >= now and handle in pool.sequences for handle, deadline in self.named.items()):
             return  # a victim still has time to answer
         victim: Sequence | None = None
-        for sequence in scope[1:]:
-            if sequence.handle in self.named or sequence.session.life != Life.LIVE:
+        # The oldest is never a victim: the oldest whose session is there to go on with it.
+        spared = next((s for s in scope if not s.session.life), None)
+        for sequence in scope:
+            if sequence is spared or sequence.handle in self.named or sequence.session.life != Life.LIVE:
                 continue
             if victim is None or (sequence.priority, -sequence.handle) < (victim.priority, -victim.handle):
                 victim = sequence
@@ -396,7 +421,7 @@ class Admission:
         """Gives a ticket up."""
         mine = self._mine(session, ticket, growth=True)
         if mine is None:
-            raise EndedHandle(f"ticket {ticket} has ended")
+            raise self.pool.bad_handle(ticket, "ticket")
         self._remove(mine)
 
     def pump(self, now: float) -> None:
@@ -436,7 +461,7 @@ class Admission:
             mine = window is not None and (window.ticket is ticket or self._older_than_window(ticket))
             reserved = window.held if window is not None and mine else 0
             fits = ticket.need + ticket.taken + self._for_growth() <= free + evictable + reserved
-            fits = fits and _within_quota(ticket)
+            fits = fits and _within_quota(ticket) and not self._overdue(ticket.session, now)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)
                 fits = (

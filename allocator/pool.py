@@ -49,15 +49,14 @@ MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
-HOLES_EACH, HOLES_PER = (
-    2,
-    256,
-)  # a new piece begins in at most two holes, and one more for so many tokens of it
+HOLES_EACH = 2  # holes that a new piece begins in at the most, each costs an extent ...
+HOLES_PER = 256  # ... and one more for so many tokens of it
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
 SCATTER_SHIFT = (
-    6  # free slots in no whole cell that eviction puts up with before it hands out less than cells: 1/64
+    6  # 1/64: free slots in no whole cell that eviction puts up with before less than cells is handed out
 )
 HAND_ON = 64  # cells from which a request takes over what its victims leave
+PAGE_VICTIMS = 64  # leaves that a request for whole pages looks at before it counts how many there can be
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -98,6 +97,7 @@ class Pool:
         self.promised: dict[
             tuple[int, int, bytes], Sequence
         ] = {}  # (node, hit, first unit missed) -> who computes it
+        self.now = 0.0  # the latest time any verb was told; time does not go back
         self.tick = 0
         self._serial = 0
         self._sweeping: list[Session] = []
@@ -131,6 +131,8 @@ class Pool:
         config = self.config
         if self.config.opaque:
             page = self.block_size
+        if type(page) is not int or type(quota) is not int or type(peel_max) is not int:
+            raise BadRequest("page, quota and peel_max are whole numbers")
         if page < 1 or self.block_size % page:
             raise BadRequest(f"page size {page} does not divide the block size {self.block_size}")
         if quota < 1:
@@ -156,13 +158,15 @@ class Pool:
                 group.group.completed = group.completed
             session.group = group.group
             session.group.members.append(session)
-            # A member that has not stepped holds no fence back until it submits.
+            # Every member publishes steps: until this one has completed those of a fence, the fence has not passed.
             session.submitted = session.completed = group.completed
             self._group_completed(session.group)
         return session
 
     def progress(self, session: Session, submitted: int, completed: int) -> None:
-        """Takes over what the session's page says; values are clamped and monotone, fences that passed are released."""
+        """Takes over what the session's page says and releases the fences that passed; the values only ever rise."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
         if completed > submitted or submitted < session.submitted or completed < session.completed:
             raise BadRequest(
                 f"steps went from {session.submitted}/{session.completed} to {submitted}/{completed} "
@@ -180,7 +184,12 @@ class Pool:
 
     def stall(self, session: Session, stalled: bool = True) -> None:
         """Marks a session whose steps do not complete: its fences hold eviction back no longer."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
         session.stalled = stalled
+        if stalled:
+            for sequence in session.sequences.values():
+                self._settle(sequence, published=False)
 
     def bye(self, session: Session) -> None:
         """Ends a session in good order (all steps completed, nothing mapped): everything goes back at once."""
@@ -202,13 +211,14 @@ class Pool:
         if session.life != Life.LIVE:
             raise OutOfTurn("the session is not live")
         session.life = Life.LOST
-        self.admission.forget_session(session)
         self._start_sweep(session)
 
     def resume(self, session: Session) -> None:
         """A lost session's live process came back with its secret: it holds again what it held."""
         if session.life != Life.LOST:
             raise OutOfTurn("only a lost session can be resumed")
+        if session.proven:
+            raise OutOfTurn("the session's process was proven gone")
         session.life = Life.LIVE
         if session in self._sweeping:
             self._sweeping.remove(session)
@@ -216,14 +226,19 @@ class Pool:
         self._pass_fences(session)
 
     def gone(self, session: Session) -> None:
-        """The lost session's process (all of its group's) is proven gone: `sweep` releases what it held."""
+        """The lost session's process is proven gone: `sweep` releases what it held, once all of its group are."""
         if session.life != Life.LOST:
             raise OutOfTurn("only a lost session can be gone")
-        group = session.group
-        if group is not None and any(member.life == Life.LIVE for member in group.members):
-            raise OutOfTurn("another member of the session's group is still live")
-        session.life = Life.GONE
-        self._start_sweep(session)
+        session.proven = True
+        self._all_gone(session.group.members if session.group is not None else [session])
+
+    def _all_gone(self, members: list[Session]) -> None:
+        """Begins to release an engine's sessions when none of its processes can touch their slots any more."""
+        if all(member.proven for member in members):
+            for member in members:
+                if member.life == Life.LOST:
+                    member.life = Life.GONE
+                    self._start_sweep(member)
 
     def sweep(self, budget: int = 256) -> bool:
         """Cleans up after ended sessions, at most `budget` sequences and fences; True when nothing is left to do."""
@@ -245,6 +260,7 @@ class Pool:
         self._sweeping.remove(session)
         seen: set[int] = set()
         for sequence in session.sequences.values():
+            self._settle(sequence, published=False)
             for piece in (*sequence.own, *(sequence.sources or ())):
                 if id(piece) not in seen:
                     seen.add(id(piece))
@@ -280,6 +296,7 @@ class Pool:
                 session.group.members.remove(session)
                 if session.group.members:
                     self._group_completed(session.group)
+                    self._all_gone(session.group.members)
         return budget
 
     def _group_completed(self, group: Group) -> None:
@@ -334,10 +351,16 @@ class Pool:
         being computed twice.
         """
         n = len(tokens) >> 2
-        if not n or len(tokens) & 3 or root not in self.roots:
+        if not n or len(tokens) & 3 or root not in self.roots or type(tokens) is not bytes:
             self._count(root, tokens)
+        if priority:
+            _check_priority(priority)
         if session.life:
             raise OutOfTurn("the session is not live")
+        if now < self.now:
+            now = self.now
+        else:
+            self.now = now
         tree = self.tree
         path: list[int] = []
         hit = tree.match(root, tokens, path)
@@ -356,6 +379,10 @@ class Pool:
             if sequence is not None:
                 return self.admission.wait_for(session, n - hit, now, ticket, sequence)
         if session.page > 1:
+            if contiguous:
+                raise BadRequest(
+                    "contiguous: a session that reads whole pages places them by its block table"
+                )
             return self._allocate_pages(session, root, tokens, path, hit, now, ticket, priority)
         limit = session.quota if session.quota < self.usable else self.usable
         if n > limit:
@@ -376,7 +403,11 @@ class Pool:
             or contiguous
             or ticket
         ):
-            if path and hit < tree.depth[node] + tree.length[node]:
+            if (
+                path
+                and hit < tree.depth[node] + tree.length[node]
+                and session.charged + need <= session.quota
+            ):
                 node = path[-1] = self._hold_less(node, hit)
                 spare = self.runs.total + tree.evictable - need
             try:
@@ -453,10 +484,13 @@ class Pool:
         return own if len(own) < 4 else _joined(own)
 
     def _hold_less(self, node: int, end: int) -> int:
-        """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted."""
+        """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted.
+
+        A node on the move is left whole: an answer that may yet be LATER gives up nobody's work.
+        """
         tree = self.tree
         if tree.flags[node] & MOVING_FLAG:
-            self.moves.abandon_node(node)
+            return node
         at = end - tree.depth[node]
         upper = tree.split(node, at + -at % self.unit)
         tree.hold(upper)
@@ -492,7 +526,12 @@ class Pool:
         """A running sequence that is computing at least `PROMISE_LEAST` of the tokens that follow this hit."""
         key = (path[-1] if path else root, hit, tokens[4 * hit : 4 * hit + 4 * self.unit])
         sequence = self.promised.get(key)
-        if sequence is None or sequence.tokens_from > hit:
+        if (
+            sequence is None
+            or sequence.tokens_from > hit
+            or sequence.session.life
+            or sequence.session.stalled
+        ):
             return None
         at = 4 * (hit - sequence.tokens_from)
         common = common_prefix(tokens, 4 * hit, sequence.tokens[at:], 4 * self.unit) >> 2
@@ -575,6 +614,7 @@ class Pool:
         sequence = self._sequence(session, handle)
         if tokens < 0:
             raise BadRequest(f"extend by {tokens} tokens: a count is not negative")
+        now = self.now = max(now, self.now)
         if session.page > 1:
             return self._extend_pages(session, sequence, tokens, now, ticket)
         want = tokens or self.quantum
@@ -586,7 +626,9 @@ class Pool:
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
-        if peel and want + peel > runs.total + self.tree.evictable:
+        if peel and (
+            want + peel > runs.total + self.tree.evictable or session.charged + want + peel > session.quota
+        ):
             peel = 0  # a copy is a convenience; linking new slots costs no memory
         if not tokens and want > runs.total + self.tree.evictable:
             # Less than a run is better than a refusal while there is anything to be had.
@@ -596,6 +638,7 @@ class Pool:
             later = self.admission.grow(sequence, need, now, ticket)
             if later is not None:
                 return later
+            self.admission.grown(sequence)
         copies: list[Copy] = []
         last = -1 if peel else self._end_slot(sequence)
         left = runs.length_at.get(last, 0) if last >= 0 else 0
@@ -656,6 +699,8 @@ class Pool:
         own copy of it stays private until Free.  The sequence's table does not change.
         """
         sequence = self._sequence(session, handle)
+        if type(tokens) is not bytes:
+            raise BadRequest(f"tokens are {type(tokens).__name__}, not bytes of int32")
         if len(tokens) & 3:
             raise BadRequest(f"{len(tokens)} bytes of tokens: they are int32, 4 bytes each")
         told = sequence.tokens + tokens if tokens else sequence.tokens
@@ -666,8 +711,8 @@ class Pool:
             raise BadRequest(
                 f"tokens are known up to {known}, but the sequence has room for {sequence.capacity}"
             )
-        if priority is not None and not 0 <= priority <= MAX_PRIORITY:
-            raise BadRequest(f"priority {priority} is not in 0..{MAX_PRIORITY}")
+        if priority is not None:
+            _check_priority(priority)
         if length > sequence.length:
             self.unwritten -= length - sequence.length
             sequence.length = length
@@ -860,7 +905,9 @@ class Pool:
 
     # -- fork, trim, free --------------------------------------------------------------------------------------
 
-    def fork(self, session: Session, handle: int, *, length: int = -1) -> Forked:
+    def fork(
+        self, session: Session, handle: int, *, length: int = -1, now: float = 0.0, ticket: int = 0
+    ) -> Forked | Later:
         """A child that shares the first `length` (-1: all written) tokens of a sequence; copies nothing.
 
         What the parent has written and not published is counted, and immutable while more than one holds it.  The
@@ -875,6 +922,11 @@ class Pool:
             )
         if sequence.kept_from:
             raise BadRequest("fork of a sequence whose front was trimmed")
+        now = self.now = max(now, self.now)
+        if session.owes or ticket:
+            later = self.admission.admit_fork(session, now, ticket)
+            if later is not None:
+                return later
         self._serial = child_handle = self._serial + 1
         own: list[Range] = []
         child = Sequence(
@@ -908,9 +960,10 @@ class Pool:
         sequence = self._sequence(session, handle)
         if fence > session.submitted:
             raise BadRequest(f"fence {fence} is beyond the last submitted step {session.submitted}")
+        self.now = max(now, self.now)
         self._end(sequence, fence)
         if self.admission.busy:
-            self.admission.pump(now)
+            self.admission.pump(self.now)
 
     def _end(self, sequence: Sequence, fence: int) -> None:
         session = sequence.session
@@ -1055,8 +1108,9 @@ class Pool:
             self._roll_back(sequence, keep_to, fence)
         if keep_from > sequence.kept_from:
             self._drop_front(sequence, keep_from, fence)
+        self.now = max(now, self.now)
         if self.admission.busy:
-            self.admission.pump(now)
+            self.admission.pump(self.now)
         return sequence.capacity
 
     def _drop_front(self, sequence: Sequence, keep_from: int, fence: int) -> None:
@@ -1351,12 +1405,14 @@ class Pool:
         if beside:
             runs.take_at(end, want)
             out = [end, want]
+            self.admission.grown(sequence)
             self._own(sequence, capacity, out)
             start = capacity
         else:
             out = self._take_pages(need, page, now)
             if not out:
                 return self.admission.starve(sequence, need, now, ticket, Reason.RUN)
+            self.admission.grown(sequence)
             start = capacity - part
             if part:
                 self._peel(sequence, part, out, copies)
@@ -1373,15 +1429,43 @@ class Pool:
         """Takes `need` slots in whole pages, evicting what that takes; [] and nothing evicted where that cannot do."""
         tree, runs = self.tree, self.runs
         own = runs.take_pages(need, page) if need <= runs.total else []
-        if not own:
-            self.tighten()
-        if own or whole_pages(self, page) * page < need:
+        if own:
             return own
+        if not self._pages_in_sight(need, page):
+            # The next victims make too few whole pages.  Only now is it worth counting how many there can be at all.
+            self.tighten()
+            if whole_pages(self, page) * page < need:
+                return []
+        elif page == self.cell:
+            own = self._cells(need // page, FRESH, 0, now)
         while not own and tree.evictable:
-            # Free slots may lie where no whole page does: each further victim may complete one.
             self._evict(min(tree.evictable, max(need - runs.total, page)), now)
             own = runs.take_pages(need, page)
         return own
+
+    def _pages_in_sight(self, need: int, page: int) -> bool:
+        """Whether the next few victims and the free slots beside them have `need` slots in whole pages."""
+        tree, runs = self.tree, self.runs
+        if self.unit == page:
+            return need <= runs.total + tree.evictable  # only whole blocks are ever held
+        missing = need - (runs.cells_free * page if page == self.cell else 0)
+        stretches: list[tuple[int, int]] = []
+        tokens = 0
+        for node in tree.evictor.victims(PAGE_VICTIMS):
+            extents = tree.extents(node)
+            for i in range(0, len(extents), 2):
+                slot, end = extents[i], extents[i] + extents[i + 1]
+                stretches.append((runs.start_at.get(slot, slot), end + runs.length_at.get(end, 0)))
+            tokens += tree.length[node]
+            if tokens > 4 * missing:
+                break
+        found = low = high = 0
+        for start, end in (*sorted(stretches), (self.slots, self.slots)):
+            if start > high:
+                found += max(0, high // page + -low // page)
+                low = start
+            high = max(high, end)
+        return found * page >= missing
 
     # -- pins --------------------------------------------------------------------------------------------------
 
@@ -1416,7 +1500,7 @@ class Pool:
         """Ends a pin."""
         node = session.pins.pop(handle, 0)
         if not node:
-            raise self._bad(handle, "pin")
+            raise self.bad_handle(handle, "pin")
         tree = self.tree
         self.pinned -= tree.depth[node] + tree.length[node]
         tree.flags[node] &= ~PINNED_FLAG
@@ -1622,10 +1706,10 @@ class Pool:
         if sequence is None or session.life:
             if sequence is not None:
                 raise OutOfTurn("the session is not live")
-            raise self._bad(handle, "sequence")
+            raise self.bad_handle(handle, "sequence")
         return sequence
 
-    def _bad(self, handle: int, what: str) -> Exception:
+    def bad_handle(self, handle: int, what: str) -> Exception:
         self.bad_handles += 1
         if handle in self.sequences or any(handle in s.pins for s in self.sessions.values()):
             return ForeignHandle(f"{what} {handle} belongs to another session, or is not a {what}")
@@ -1634,6 +1718,8 @@ class Pool:
         return UnknownHandle(f"no {what} {handle} was ever given out")
 
     def _count(self, root: int, tokens: bytes) -> int:
+        if type(tokens) is not bytes:
+            raise BadRequest(f"tokens are {type(tokens).__name__}, not bytes of int32")
         n = len(tokens) >> 2
         if not n or len(tokens) & 3:
             if not tokens:
@@ -1765,6 +1851,11 @@ def _table_of(sequence: Sequence, piece: Range) -> list[Range]:
             return sequence.own
     assert sequence.sources is not None
     return sequence.sources
+
+
+def _check_priority(priority: int) -> None:
+    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
+        raise BadRequest(f"priority {priority!r} is not in 0..{MAX_PRIORITY}")
 
 
 def _check_config(config: PoolConfig) -> None:

@@ -107,6 +107,7 @@ class Session:
         "page",
         "peel_max",
         "pins",
+        "proven",
         "quota",
         "sequences",
         "stalled",
@@ -133,6 +134,7 @@ class Session:
         self._serial = 0
         self.group: Group | None = None
         self.life = Life.LIVE
+        self.proven = False  # lost, and its process proven gone; released once its whole group is
         self.stalled = False
         self.owes: dict[int, float] = {}  # sequence -> deadline of the Preempt it has not answered
         self.fenced = 0  # slots of `fences`

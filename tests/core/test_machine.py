@@ -229,7 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
         if seq is not None and not seq.kept_from and len(seq.engine.seqs) < 6:
             length = max(seq.reported, seq.base) - back
             if length > 0:
-                self.world.fork(seq, length)
+                self.world.try_fork(seq, length)
 
     @precondition(lambda self: self.any_seq())
     @rule(pick=PICK, back=SHORT, extra=FLAG)

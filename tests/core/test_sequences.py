@@ -4,7 +4,7 @@ import pytest
 
 from kvslot.allocator import Admitted, BadRequest, Committed, Copy, Later, Never, Pool, Reason, UnknownHandle
 
-from .tools import admit, cache, complete, fresh, grown, make, root, slots, sound, step, toks
+from .tools import admit, cache, complete, fork, fresh, grown, make, root, slots, sound, step, toks
 
 # -- allocate and commit ---------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ def test_chain_copies_nothing_and_peel_copies_the_tail() -> None:
         b = admit(pool, s, fresh(20, 0) + fresh(1, 700))
         assert b.hit == 20
         pool.wrote(s, b.sequence, b.capacity)
-        c = pool.fork(s, b.sequence)
+        c = fork(pool, s, b.sequence)
         answer = grown(pool.extend(s, c.sequence, tokens=2))
         assert sum(copy.length for copy in answer.copies) <= copied
         assert answer.position == b.capacity - sum(copy.length for copy in answer.copies)
@@ -157,7 +157,7 @@ def test_peel_max_bounds_the_copy() -> None:
     s = pool.open_session(append="peel", peel_max=3)
     a = admit(pool, s, fresh(6, 0))
     pool.wrote(s, a.sequence, a.capacity)
-    child = pool.fork(s, a.sequence)
+    child = fork(pool, s, a.sequence)
     assert grown(pool.extend(s, child.sequence, tokens=1)).copies == []
     sound(pool)
 
@@ -170,7 +170,7 @@ def forked(append: str = "peel") -> tuple[Pool, object, int, int]:
     s = pool.open_session(append=append)
     a = admit(pool, s, fresh(20, 0))
     pool.wrote(s, a.sequence, 20)
-    child = pool.fork(s, a.sequence, length=20)
+    child = fork(pool, s, a.sequence, length=20)
     return pool, s, a.sequence, child.sequence
 
 
@@ -183,7 +183,7 @@ def test_fork_shares_what_is_written() -> None:
         pool.fork(s, a.sequence)
     pool.wrote(s, a.sequence, 20)
     free = pool.statistics().free
-    child = pool.fork(s, a.sequence)
+    child = fork(pool, s, a.sequence)
     assert slots(pool.table(s, child.sequence)) == slots(a.extents)[:20]
     assert pool.statistics().free == free
     assert pool.probe(root(pool), fresh(21, 0)) == 0
@@ -208,7 +208,7 @@ def test_shared_slots_wait_for_the_latest_fence_of_all() -> None:
     s = pool.open_session()
     a = admit(pool, s, fresh(20, 0))
     pool.wrote(s, a.sequence, 20)
-    child = pool.fork(s, a.sequence, length=20)
+    child = fork(pool, s, a.sequence, length=20)
     fence = step(pool, s)
     pool.free(s, child.sequence, fence=fence)
     pool.free(s, a.sequence)
@@ -224,7 +224,7 @@ def test_fence_of_a_fork_outlives_publication() -> None:
     s = pool.open_session()
     a = admit(pool, s, fresh(20, 0))
     pool.wrote(s, a.sequence, 20)
-    child = pool.fork(s, a.sequence, length=20)
+    child = fork(pool, s, a.sequence, length=20)
     pool.free(s, child.sequence, fence=step(pool, s))
     pool.commit(s, a.sequence, 20)
     pool.free(s, a.sequence)
@@ -254,7 +254,7 @@ def test_forks_of_opaque_blocks_may_break_one() -> None:
     s = pool.open_session()
     a = admit(pool, s, fresh(8, 0))
     pool.commit(s, a.sequence, 8)
-    child = pool.fork(s, a.sequence, length=6)
+    child = fork(pool, s, a.sequence, length=6)
     answer = grown(pool.extend(s, child.sequence, tokens=2))
     assert answer.position == 4
     assert [copy.length for copy in answer.copies] == [2]
@@ -317,7 +317,7 @@ def test_roll_back_never_reuses_what_a_fork_reads() -> None:
     s = pool.open_session()
     a = admit(pool, s, fresh(10, 0))
     pool.wrote(s, a.sequence, 10)
-    child = pool.fork(s, a.sequence, length=10)
+    child = fork(pool, s, a.sequence, length=10)
     pool.trim(s, a.sequence, keep_to=4)
     shared = set(slots(pool.table(s, child.sequence)))
     assert not shared & set(slots(pool.table(s, a.sequence))[4:])
@@ -381,7 +381,7 @@ def test_pages_are_whole_and_exclusive() -> None:
     assert pool.statistics().peeled_tokens == 5
     sound(pool)
     pool.wrote(s, b.sequence, 22)
-    child = pool.fork(s, b.sequence, length=21)
+    child = fork(pool, s, b.sequence, length=21)
     assert grown(pool.extend(s, child.sequence)).copies
     assert aligned(pool.table(s, child.sequence), 8)
     sound(pool)
@@ -491,7 +491,7 @@ def test_a_fork_that_others_published_for_tells_from_where_it_was() -> None:
     a = admit(pool, s, fresh(1, 0))
     grown(pool.extend(s, a.sequence, tokens=9))
     pool.wrote(s, a.sequence, 8)
-    child = pool.fork(s, a.sequence, length=8)
+    child = fork(pool, s, a.sequence, length=8)
     pool.commit(s, a.sequence, 8, fresh(7, 1))
     pool.trim(s, child.sequence, keep_to=4)
     grown(pool.extend(s, child.sequence, tokens=4))
@@ -506,7 +506,7 @@ def test_what_a_window_dropped_is_neither_copied_nor_published() -> None:
     s = pool.open_session(page=8)
     a = admit(pool, s, fresh(8, 0))
     pool.wrote(s, a.sequence, 8)
-    child = pool.fork(s, a.sequence, length=6)
+    child = fork(pool, s, a.sequence, length=6)
     pool.trim(s, child.sequence, keep_from=3)
     answer = grown(pool.extend(s, child.sequence, tokens=2))
     new = slots(answer.extents)

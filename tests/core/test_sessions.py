@@ -162,18 +162,23 @@ def test_resume_gives_everything_back() -> None:
 
 
 def test_gone_only_after_lost_and_with_the_group() -> None:
-    """A live session cannot be gone, nor one whose engine has another live process."""
+    """A live session cannot be gone, and one keeps its slots until its engine's other processes are gone too."""
     pool = make()
     scheduler = pool.open_session()
     worker = pool.open_session(group=scheduler)
     with pytest.raises(OutOfTurn):
         pool.gone(scheduler)
+    answer = admit(pool, scheduler, fresh(7, 0))
     pool.lose(scheduler)
+    pool.gone(scheduler)
+    assert pool.sweep()
+    assert pool.statistics().quarantined == answer.capacity
     with pytest.raises(OutOfTurn):
-        pool.gone(scheduler)
+        pool.resume(scheduler)
     pool.lose(worker)
-    for session in (scheduler, worker):
-        pool.gone(session)
+    assert pool.sweep()
+    assert pool.statistics().quarantined == answer.capacity
+    pool.gone(worker)
     while not pool.sweep(1):
         sound(pool)
     sound(pool)

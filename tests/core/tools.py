@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvslot.allocator import Admitted, Grown, Later, Pool, PoolConfig, Session, Space, audit
+from kvslot.allocator import Admitted, Forked, Grown, Later, Pool, PoolConfig, Session, Space, audit
 
 
 def make(blocks: int = 9, block_size: int = 4, **options: Any) -> Pool:
@@ -40,6 +40,12 @@ def later(answer: object) -> Later:
 
 def grown(answer: object) -> Grown:
     assert isinstance(answer, Grown), answer
+    return answer
+
+
+def fork(pool: Pool, session: Session, handle: int, **options: Any) -> Forked:
+    answer = pool.fork(session, handle, **options)
+    assert isinstance(answer, Forked), answer
     return answer
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvslot.allocator import Admitted, BadRequest, Grown, Pool, PoolConfig, Session, Space, audit
+from kvslot.allocator import Admitted, BadRequest, Forked, Grown, Pool, PoolConfig, Session, Space, audit
 from kvslot.allocator.eviction import EVICTIONS, POLICIES, Gaps, Ghosts, Lru, S3Fifo, make
 from kvslot.allocator.eviction.gaps import BINS, PRIOR, worths
 
@@ -59,6 +59,7 @@ def life(pool: Pool, draw: random.Random, steps: int) -> None:
                     pool.wrote(session, handle, len(tokens))
             elif act < 0.95 and sequence.written + sequence.base:
                 forked = pool.fork(session, handle)
+                assert isinstance(forked, Forked)
                 live.append((session, forked.sequence, tokens[: forked.length]))
             else:
                 del tokens[draw.randint(1, len(tokens)) :]

@@ -33,7 +33,21 @@ from kvslot.allocator import (
 from kvslot.allocator.runs import FreeRuns
 from kvslot.daemon.device.simulated import Schedule
 
-from ..core.tools import admit, cache, complete, fresh, grown, later, make, root, slots, sound, step, toks
+from ..core.tools import (
+    admit,
+    cache,
+    complete,
+    fork,
+    fresh,
+    grown,
+    later,
+    make,
+    root,
+    slots,
+    sound,
+    step,
+    toks,
+)
 from ..simulation.driver import Driver
 from ..simulation.world import Engine, Seq, World, chain
 
@@ -139,7 +153,7 @@ def test_S03_twice_in_one_release() -> None:
     s = pool.open_session()
     a = admit(pool, s, fresh(4, 0))
     pool.wrote(s, a.sequence, 4)
-    b = pool.fork(s, a.sequence, length=4)
+    b = fork(pool, s, a.sequence, length=4)
     pool.free(s, a.sequence)
     free = pool.statistics().free
     for _ in range(3):
@@ -455,7 +469,7 @@ def dying_steps(pool: Pool, s: Session) -> Iterator[None]:
     pool.extend(s, a.sequence, tokens=3)
     yield
     pool.wrote(s, a.sequence, 23)
-    child = pool.fork(s, a.sequence)
+    child = fork(pool, s, a.sequence)
     yield
     pool.extend(s, child.sequence, tokens=2)
     yield

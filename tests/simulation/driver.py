@@ -240,7 +240,9 @@ class Driver:
         most = max(seq.reported, seq.base)
         if not most:
             return False
-        child = self.world.fork(seq, most if rng.random() < 0.7 else rng.randint(1, most))
+        child = self.world.try_fork(seq, most if rng.random() < 0.7 else rng.randint(1, most))
+        if child is None:
+            return f"{seq.handle} may not: its engine owes"
         child.goal = child.capacity + rng.choice((1, 4, 12))
         return f"{seq.handle} -> {child.handle} at {child.capacity}"
 

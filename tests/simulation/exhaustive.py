@@ -86,7 +86,7 @@ class Tiny:
         if not max(seq.written, seq.base):
             return False
         self.world.report(seq)
-        self.world.fork(seq, max(seq.reported, seq.base))
+        self.world.try_fork(seq, max(seq.reported, seq.base))
         return True
 
     def trim(self, engine: Engine, index: int) -> bool:

@@ -29,6 +29,7 @@ from kvslot.allocator import (
     Never,
     Pool,
     PoolConfig,
+    Reason,
     Session,
     Space,
     State,
@@ -719,11 +720,26 @@ class World:
         return answer
 
     def fork(self, seq: Seq, length: int) -> Seq:
-        """A child of what the pool knows to be written."""
+        """A child of what the pool knows to be written, of an engine that owes nothing."""
+        child = self.try_fork(seq, length)
+        require(child is not None, "an engine that owes nothing may not fork")
+        assert child is not None
+        return child
+
+    def try_fork(self, seq: Seq, length: int) -> Seq | None:
+        """The same for any engine; None where it owes an answer to Preempt."""
         engine = seq.engine
         if engine.queued:
             self.submit(engine, [])
-        answer = self.pool.fork(engine.session, seq.handle, length=length)
+        answer = self.pool.fork(engine.session, seq.handle, length=length, now=self.now)
+        if isinstance(answer, Later):
+            require(answer.reason == Reason.PREEMPT_FIRST, "a fork was told", answer.reason)
+            require(
+                any(deadline < self.now for deadline in engine.session.owes.values()), "nothing is overdue"
+            )
+            self.pool.admission.withdraw(engine.session, answer.ticket)
+            return None
+        require(not any(deadline < self.now for deadline in engine.session.owes.values()), "a debtor forked")
         self._handle(answer.sequence)
         require(answer.length == length, "forked at", answer.length, "instead of", length)
         child = Seq(
