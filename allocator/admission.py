@@ -119,8 +119,11 @@ class Admission:
         mine = self._mine(session, ticket)
         if self._overdue(session, now):
             return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST)
-        if session.charged + need > session.quota:
+        if session.charged + need + self._growth_of(session) > session.quota:
             return self.refuse(session, need, now, ticket, Reason.QUOTA)
+        if any(waiting.contiguous for waiting in self.growth.values()):
+            # Growth that wants whole pages and finds none: what a new request takes might be one of them.
+            return self.refuse(session, need, now, ticket, Reason.TURN, contiguous=contiguous)
         free, evictable = pool.runs.total, pool.tree.evictable
         own_window = self.window if self.window is not None and self.window.ticket is mine else None
         if own_window is not None:
@@ -148,6 +151,8 @@ class Admission:
             self.drop_window()  # the request needs more or less than then, its hit being another
             own_window = None
         if contiguous and pool.runs.longest() < need:
+            if self._older_than_window(mine):
+                self.drop_window()  # the older of two that need a window has it
             if own_window is None or own_window.held < need:
                 later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
                 mine = self.waiting[later.ticket]
@@ -192,7 +197,8 @@ class Admission:
         pool = self.pool
         mine = self._mine(session, ticket) if sequence is None else self.growth.get(sequence.handle)
         if mine is None:
-            self._check_tickets(session)
+            if sequence is None:
+                self._check_tickets(session)
             mine = Ticket(pool._handle(), session, need, now, sequence, contiguous)
             if sequence is None:
                 self.waiting[mine.handle] = mine
@@ -220,6 +226,10 @@ class Admission:
     def wait_for(self, session: Session, need: int, now: float, ticket: int, sequence: Sequence) -> Later:
         """LATER until `sequence` has committed its prompt or ended."""
         mine = self._mine(session, ticket)
+        grace = self.pool.config.ticket_grace
+        for settled in [t for t in self.awaiting.values() if not t.awaits and t.ready < now - grace]:
+            if settled is not mine:
+                del self.awaiting[settled.handle]
         if mine is None:
             self._check_tickets(session)
             mine = Ticket(self.pool._handle(), session, need, now)
@@ -235,7 +245,7 @@ class Admission:
     def settle(self, sequence: Sequence, published: bool) -> None:
         """`sequence` has committed what others waited for, or never will."""
         for ticket in [t for t in self.awaiting.values() if t.awaits == sequence.handle]:
-            ticket.awaits = 0
+            ticket.awaits, ticket.ready = 0, self.pool.now
             push = Published if published else Abandoned
             self.pool.pushes.append(push(ticket.session.handle, ticket.handle))
 
@@ -286,6 +296,12 @@ class Admission:
                 )
         return held
 
+    def _growth_of(self, session: Session) -> int:
+        """Slots that this session's own waiting growth needs: its quota's watermark."""
+        if not self.growth:
+            return 0
+        return sum(t.need for t in self.growth.values() if t.session is session)
+
     def _growth_held(self, before: int) -> int:
         """Slots that waiting growth of sequences older than handle `before` needs and its quota permits."""
         return sum(t.need for handle, t in self.growth.items() if handle < before and _within_quota(t))
@@ -331,24 +347,31 @@ class Admission:
     def starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
         session = sequence.session
+        whole = reason == Reason.RUN
         scope = self._scope(session, reason)
-        coming = session.fences if reason == Reason.QUOTA else self._coming()
-        if len(scope) == 1 and not coming:
+        limit = min(session.quota, self.pool.usable)
+        if len(scope) == 1 and self._occupied(sequence) + need > limit:
             mine = self.growth.get(sequence.handle)
             if mine is not None:
                 self._remove(mine)
-            limit = min(session.quota, self.pool.usable)
-            return Never(sequence.capacity + need, limit)
-        self.refuse(session, need, now, ticket, reason, sequence)
+            return Never(self._occupied(sequence) + need, limit)
+        self.refuse(session, need, now, ticket, reason, sequence, contiguous=reason == Reason.RUN)
         self._escalate(scope, now)
         if self._stuck(scope, sequence, now) and self._stalled_sessions(now):
             reason = Reason.STALLED
-        return self.refuse(session, need, now, ticket, reason, sequence)
+        return self.refuse(session, need, now, ticket, reason, sequence, contiguous=whole)
 
-    def _coming(self) -> bool:
-        """Whether memory will come back that no sequence holds: fences, moves, what the sweep has still to release."""
-        pool = self.pool
-        return bool(pool.moves.tickets) or any(s.fences or s.life for s in pool.sessions.values())
+    def _occupied(self, sequence: Sequence) -> int:
+        """Slots that a sequence keeps from all others: its own, copies included, and what it leases."""
+        tree = self.pool.tree
+        nodes = {sequence.node, *(sequence.kept or ())}
+        leased: set[int] = set()
+        for node in nodes:
+            while tree.parent[node] and node not in leased:
+                leased.add(node)
+                node = tree.parent[node]
+        own: int = sum(piece.length for piece in (*sequence.own, *(sequence.sources or ())))
+        return own + sum(tree.length[node] for node in leased)
 
     def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""

@@ -619,10 +619,11 @@ class Pool:
             return self._extend_pages(session, sequence, tokens, now, ticket)
         want = tokens or self.quantum
         limit = min(session.quota, self.usable)
-        if sequence.capacity + want > limit:
-            want = limit - sequence.capacity
+        occupied = sequence.capacity - sequence.dropped
+        if occupied + want > limit:
+            want = limit - occupied
             if want < (tokens or 1):
-                return Never(sequence.capacity + (tokens or 1), limit)
+                return Never(occupied + (tokens or 1), limit)
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
@@ -675,6 +676,8 @@ class Pool:
     def wrote(self, session: Session, handle: int, length: int) -> None:
         """The engine's device has written positions [0, length)."""
         sequence = self._sequence(session, handle)
+        if length < 0:
+            raise BadRequest(f"written up to {length}: a length is not negative")
         if length > sequence.capacity:
             raise BadRequest(f"written up to {length}, but the sequence has room for {sequence.capacity}")
         if length > sequence.length:
@@ -914,7 +917,7 @@ class Pool:
         parent keeps its unwritten room and goes on in place; the child takes room of its own with its first extend.
         """
         sequence = self._sequence(session, handle)
-        if length < 0:
+        if length == -1:
             length = max(sequence.written, sequence.base)
         if not 0 < length <= max(sequence.written, sequence.base):
             raise BadRequest(
@@ -958,8 +961,8 @@ class Pool:
     def free(self, session: Session, handle: int, *, fence: int = 0, now: float = 0.0) -> None:
         """Ends a sequence.  Its slots and its hold stay untouchable until step `fence` has completed."""
         sequence = self._sequence(session, handle)
-        if fence > session.submitted:
-            raise BadRequest(f"fence {fence} is beyond the last submitted step {session.submitted}")
+        if not 0 <= fence <= session.submitted:
+            raise BadRequest(f"fence {fence} is not among the steps submitted, 0..{session.submitted}")
         self.now = max(now, self.now)
         self._end(sequence, fence)
         if self.admission.busy:
@@ -1091,8 +1094,8 @@ class Pool:
         sequence appends to its own slots from there on.  Published slots before `keep_from` stay leased until Free.
         """
         sequence = self._sequence(session, handle)
-        if fence > session.submitted:
-            raise BadRequest(f"fence {fence} is beyond the last submitted step {session.submitted}")
+        if not 0 <= fence <= session.submitted:
+            raise BadRequest(f"fence {fence} is not among the steps submitted, 0..{session.submitted}")
         if keep_to < 0:
             keep_to = sequence.capacity
         if keep_to > sequence.capacity or keep_to < max(keep_from, 1):
@@ -1123,6 +1126,7 @@ class Pool:
             sequence.own.remove(piece)
             dropped.append(piece)
         sequence.kept_from = keep_from
+        sequence.dropped += sum(piece.length for piece in dropped)
         self._let_go(sequence, dropped, 0, fence)
 
     def _roll_back(self, sequence: Sequence, keep_to: int, fence: int) -> None:
@@ -1348,7 +1352,11 @@ class Pool:
                     self.runs.give(end, rest)
                 if mine is not None:
                     self.admission.requeue(mine)
-                later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
+                try:
+                    later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
+                except Refusal:
+                    tree.unhold(node, tree.tick[node])
+                    raise
         if later is not None:
             tree.unhold(node, tree.tick[node])
             if copied and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
@@ -1381,11 +1389,12 @@ class Pool:
         # Room in whole pages; a page shared or published in part is copied, our own with free slots behind is not.
         need = -(-(part + asked) // page) * page
         limit = min(session.quota, self.usable) // page * page
-        if capacity - part + need > limit:
+        occupied = capacity - part - sequence.dropped
+        if occupied + need > limit:
             # A growth run may be shorter, as long as it is a page; what was asked for by number may not.
-            need = (limit - (capacity - part)) // page * page
+            need = (limit - occupied) // page * page
             if tokens or need <= 0:
-                return Never(capacity - part + -(-(part + (tokens or 1)) // page) * page, limit)
+                return Never(occupied + -(-(part + (tokens or 1)) // page) * page, limit)
         end, _, piece = self._tail(sequence) if capacity else (-1, 0, None)
         copies: list[Copy] = []
         beside = False
@@ -1498,6 +1507,8 @@ class Pool:
 
     def unpin(self, session: Session, handle: int) -> None:
         """Ends a pin."""
+        if session.life == Life.LOST:
+            raise OutOfTurn("the session is not live")
         node = session.pins.pop(handle, 0)
         if not node:
             raise self.bad_handle(handle, "pin")

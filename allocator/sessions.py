@@ -57,6 +57,7 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
     priority: int = 0
     written: int = 0  # positions whose K and V the engine has reported written
     kept_from: int = 0  # positions before it were trimmed (sliding window)
+    dropped: int = 0  # how many of those have no slot any more
     promised: tuple[int, int, bytes] | None = None  # what others may wait for until its prompt is committed
     kept: list[int] | None = None  # nodes that hold such sources since somebody published them
     past: int = 0  # of the session it goes on with, in the eviction policy's terms
