@@ -350,7 +350,8 @@ class Admission:
         whole = reason == Reason.RUN
         scope = self._scope(session, reason)
         limit = min(session.quota, self.pool.usable)
-        if len(scope) == 1 and self._occupied(sequence) + need > limit:
+        hopeless = whole and not self._coming()  # nothing will come free that could make a whole page
+        if len(scope) == 1 and (hopeless or self._occupied(sequence) + need > limit):
             mine = self.growth.get(sequence.handle)
             if mine is not None:
                 self._remove(mine)
@@ -372,6 +373,11 @@ class Admission:
                 node = tree.parent[node]
         own: int = sum(piece.length for piece in (*sequence.own, *(sequence.sources or ())))
         return own + sum(tree.length[node] for node in leased)
+
+    def _coming(self) -> bool:
+        """Whether memory will come back that no sequence holds: fences, moves, pins, what the sweep will release."""
+        pool = self.pool
+        return bool(pool.moves.tickets) or any(s.fences or s.life or s.pins for s in pool.sessions.values())
 
     def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""

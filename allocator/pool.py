@@ -1308,30 +1308,35 @@ class Pool:
             return Never(pages, limit)
         extents: list[int] = []
         tree.path_extents(path, hit, extents)
+        # Where two nodes meet inside a page and stand in different ones, the page is put together in one of ours.
+        joints: list[int] = []
         position = 0
         for i in range(0, len(extents), 2):
-            if position % page or extents[i] % page:
+            if (extents[i] - position) % page:
                 hit = position
                 break
+            first = position - position % page
+            if first != position and joints[-1:] != [first]:
+                joints.append(first)
             position += extents[i + 1]
         hit -= hit % self.unit
+        part = hit % page
+        jointed = bool(joints) and joints[-1] + page > hit
+        if jointed:
+            joints.pop()
         depth = tree.depth
         while path and depth[path[-1]] >= hit:
             path.pop()
-        part = hit % page
-        end = -1
-        if part:
-            # A hit of pages ends in one stretch, even where several nodes share the last page.
-            extents = []
-            tree.path_extents(path, hit, extents)
-            end = extents[-2] + extents[-1]
+        extents = []
+        tree.path_extents(path, hit, extents)
+        end = extents[-2] + extents[-1] if part else -1
         node = path[-1] if path else root
         # Where the rest of the last page is free, as it is when a chat goes on, the page is filled up in place.
-        rest = page - part if part and self.runs.length_at.get(end, 0) >= page - part else 0
+        rest = page - part if part and not jointed and self.runs.length_at.get(end, 0) >= page - part else 0
         copied = 0 if rest else part
         evictable = tree.evictable
         tree.hold(node)
-        need = pages - hit + copied
+        need = pages - hit + copied + page * len(joints)
         if path and hit < tree.depth[node] + tree.length[node]:
             node = path[-1] = self._hold_less(node, hit)
         mine = self.admission.waiting.get(ticket)
@@ -1345,9 +1350,7 @@ class Pool:
             if rest:
                 self.runs.take_within(end, end, rest)
             own = self._take_pages(need - rest, page, now) if need > rest else []
-            if own or need == rest:
-                own = _joined([end, rest, *own]) if rest else own
-            else:
+            if not own and need != rest:
                 if rest:
                     self.runs.give(end, rest)
                 if mine is not None:
@@ -1359,25 +1362,55 @@ class Pool:
                     raise
         if later is not None:
             tree.unhold(node, tree.tick[node])
-            if copied and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
-                # Computing the broken page again needs less room than keeping it and a copy of it.
+            if (copied or joints) and later.reason in (Reason.MEMORY, Reason.RUN, Reason.QUOTA):
+                # Computing from the broken page on needs less room than keeping it and a copy of it.
                 path = tree.path_to(node)  # which may have been split on the way
-                return self._allocate_pages(
-                    session, root, tokens, path, hit - part, now, later.ticket, priority
-                )
+                less = joints[0] if joints else hit - part
+                return self._allocate_pages(session, root, tokens, path, less, now, later.ticket, priority)
             return later
         path = tree.path_to(node)  # to make room, nodes on it may have been split
+        places, own = split_extents(own, page * len(joints)) if joints else ([], own)
+        if rest:
+            own = _joined([end, rest, *own])
         answer = self._start(session, root, node, tokens, path, hit, own, priority, copied)
-        if copied:
-            sequence = self.sequences[answer.sequence]
-            first = sequence.own[0]
-            answer.copies = [Copy(end - part, first.extents[0], part)]
-            if first.length > part:
-                self._split_range(sequence, first, part)
-            first.kind = PEELED
-            self.peeled += part
-            self.copied_tokens += part
+        if copied or joints:
+            self._copy_pages(session, answer, extents, joints, places, part if copied else 0)
         return answer
+
+    def _copy_pages(
+        self,
+        session: Session,
+        answer: Admitted,
+        extents: list[int],
+        joints: list[int],
+        places: list[int],
+        part: int,
+    ) -> None:
+        """Lists the copies that make a new sequence's pages whole: of those at `joints` into `places`, and of its last
+        `part` cached tokens into the page it goes on in.  `extents` are the slots of its hit.
+        """
+        sequence = self.sequences[answer.sequence]
+        page = session.page
+        ranges: list[Range] = []
+        for index, first in enumerate(joints):
+            _, behind = split_extents(places, page * index) if index else ([], places)
+            slot = behind[0]
+            ranges.append(Range(first, [slot, page], page, PEELED))
+            self.ledger.shift(slot, page, FREE, PRIVATE)
+            answer.copies += _copies(extents, first, page, slot)
+        if part:
+            last = sequence.own[0]
+            answer.copies += _copies(extents, answer.hit - part, part, last.extents[0])
+            if last.length > part:
+                self._split_range(sequence, last, part)
+            last.kind = PEELED
+        sequence.own[:0] = ranges
+        session.charged += page * len(joints)
+        copied = page * len(joints) + part
+        self.peeled += copied
+        self.copied_tokens += copied
+        if joints:
+            answer.extents = self.table_of(sequence)
 
     def _extend_pages(
         self, session: Session, sequence: Sequence, tokens: int, now: float, ticket: int
@@ -1419,6 +1452,12 @@ class Pool:
             start = capacity
         else:
             out = self._take_pages(need, page, now)
+            if not out and not tokens:
+                # As many pages as there are make a shorter run.
+                fewer = whole_pages(self, page) * page
+                if page <= fewer < need:
+                    need, want = fewer, fewer - part
+                    out = self._take_pages(need, page, now)
             if not out:
                 return self.admission.starve(sequence, need, now, ticket, Reason.RUN)
             self.admission.grown(sequence)
@@ -1853,6 +1892,18 @@ def _joined(extents: list[int]) -> list[int]:
         else:
             out += extents[i : i + 2]
     return out
+
+
+def _copies(extents: list[int], start: int, length: int, target: int) -> list[Copy]:
+    """Copies of positions [start, start + length) of a table to the slots from `target` on."""
+    copies = []
+    position = 0
+    for i in range(0, len(extents), 2):
+        low, high = max(position, start), min(position + extents[i + 1], start + length)
+        if low < high:
+            copies.append(Copy(extents[i] + low - position, target + low - start, high - low))
+        position += extents[i + 1]
+    return copies
 
 
 def _table_of(sequence: Sequence, piece: Range) -> list[Range]:

@@ -292,14 +292,17 @@ class World:
         if hit >= n:
             hit = (n - 1) // self.unit * self.unit
         if page > 1:
-            before = -1
             for position, slot in enumerate(self.cached_slots(values, hit)):
-                if (slot % page != 0) if position % page == 0 else (slot != before + 1):
+                if (slot - position) % page:
                     hit = position
                     break
-                before = slot
             hit -= hit % self.unit
         return hit
+
+    def broken_pages(self, values: list[int], hit: int, page: int) -> set[int]:
+        """Where pages begin that the tree has in more than one physical page."""
+        slots = self.cached_slots(values, hit)
+        return {at - at % page for at in range(hit) if at % page and slots[at] != slots[at - 1] + 1}
 
     def cached_slots(self, values: list[int], length: int) -> list[int]:
         """The tree's slots of the first `length` tokens."""
@@ -398,6 +401,7 @@ class World:
         values = chain(root, tokens)
         n, page = len(tokens), engine.page
         expected = self.expected_hit(values, page)
+        broken = self.broken_pages(values, expected, page) if page > 1 else set()
         pages = -(-n // page) * page
         limit = min(engine.session.quota, pool.usable) // page * page
         free, evicted = pool.runs.total, self.evicted
@@ -426,8 +430,8 @@ class World:
         assert isinstance(answer, Admitted)
         self._handle(answer.sequence)
         self._left_enough(engine, answer.capacity - n, running, due)
-        if answer.hit != expected and answer.hit == expected - expected % page:
-            # Where a copy of the broken page has no room the page is computed again.
+        if answer.hit != expected and answer.hit in {expected - expected % page, *broken}:
+            # Where copies of broken pages have no room it is computed again from there on.
             self.tally["pages cut"] += 1
             expected = answer.hit
         require(answer.hit == expected, "hit", answer.hit, "where the twin has", expected)
@@ -445,8 +449,15 @@ class World:
             require(
                 table[answer.hit :] == list(range(table[answer.hit], table[answer.hit] + own)), "not one run"
             )
-        front = self.cached_slots(values, answer.hit)[: answer.hit - copied]
-        require(table[: answer.hit - copied] == front, "the hit's slots are not the tree's")
+        targets = {copy.target + i for copy in answer.copies for i in range(copy.length)}
+        require(len(targets) == copied, "two copies into one slot")
+        for at, slot in enumerate(self.cached_slots(values, answer.hit)):
+            require(
+                table[at] == slot or table[at] in targets, "position", at, "is neither the tree's nor a copy"
+            )
+        for at in range(len(table) if page > 1 else 0):
+            whole = table[at] % page == 0 if at % page == 0 else table[at] == table[at - 1] + 1
+            require(whole, "position", at, "does not stand in its page")
         seq = Seq(
             engine=engine, handle=answer.sequence, root=root, tokens=list(tokens), values=values, table=table,
             told=n, ready=answer.hit, cursor=answer.hit, written=0, base=answer.hit,
