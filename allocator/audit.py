@@ -250,8 +250,22 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             wrong.append(f"{who}: holds node {sequence.node}, which ends before its base {sequence.base}")
         if sequence.tokens_from > sequence.base:
             wrong.append(f"{who}: tokens are kept from {sequence.tokens_from}, its base is {sequence.base}")
+    for promised, sequence in pool.promised.items():
+        if pool.sequences.get(sequence.handle) is not sequence or sequence.promised != promised:
+            wrong.append(f"a promise names sequence {sequence.handle}, which does not make it")
+    for ticket in pool.admission.awaiting.values():
+        if ticket.awaits and ticket.awaits not in pool.sequences:
+            wrong.append(f"ticket {ticket.handle} waits for sequence {ticket.awaits}, which has ended")
+    for handle in pool.admission.named:
+        if handle not in pool.sequences:
+            wrong.append(f"sequence {handle} is named a victim and has ended")
     pinned = 0
     for session in pool.sessions.values():
+        if session.group is not None and session not in session.group.members:
+            wrong.append(f"session {session.handle} is not among its group's members")
+        for handle in session.owes:
+            if handle not in session.sequences:
+                wrong.append(f"session {session.handle} owes sequence {handle}, which has ended")
         for _, _, entry in session.fences:
             fenced[session.handle] += sum(piece.length for piece in entry.ranges)
         for node in session.pins.values():

@@ -11,12 +11,13 @@ while a submitted step of whoever had it may still touch it.  `audit()` recounts
 from __future__ import annotations
 
 import heapq
+import math
 
 from kvslot.allocator import eviction
 from kvslot.allocator.admission import Admission, whole_pages
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
 from kvslot.allocator.eviction import Lru
-from kvslot.allocator.moves import Moves
+from kvslot.allocator.moves import Move, Moves
 from kvslot.allocator.results import (
     UNLIMITED,
     Admitted,
@@ -32,13 +33,11 @@ from kvslot.allocator.results import (
     Reason,
     Space,
 )
-from kvslot.allocator.runs import EPHEMERAL, FRESH, FreeRuns
+from kvslot.allocator.runs import EPHEMERAL, FRESH, REUSED, FreeRuns
 from kvslot.allocator.sessions import DUPLICATE, OWN, PEELED, Fenced, Group, Life, Range, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, PRIVATE, QUARANTINED, RESERVED, Ledger
 from kvslot.allocator.tree import (
     MOVING_FLAG,
-    PINNED_FLAG,
-    REUSED_FLAG,
     PrefixTree,
     common_prefix,
     split_extents,
@@ -47,6 +46,9 @@ from kvslot.allocator.tree import (
 MAX_SLOTS = 2**31 - 1  # slots are int32 for the kernels
 MAX_BLOCK_SIZE = 8192
 MAX_PRIORITY = 7
+MAX_SPACES = (
+    65536  # namespaces open at a time; each costs a kilobyte, and a salt for every request is a mistake
+)
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
 HOLES_EACH = 2  # holes that a new piece begins in at the most, each costs an extent ...
@@ -97,6 +99,7 @@ class Pool:
         self.promised: dict[
             tuple[int, int, bytes], Sequence
         ] = {}  # (node, hit, first unit missed) -> who computes it
+        self.loose = False  # whether any sequence may hold more of a node than it reads
         self.now = 0.0  # the latest time any verb was told; time does not go back
         self.tick = 0
         self._serial = 0
@@ -319,9 +322,20 @@ class Pool:
         """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""
         root = self.spaces.get(space)
         if root is None:
+            if len(self.spaces) >= MAX_SPACES:
+                raise BadRequest(f"{MAX_SPACES} namespaces are open; close one that is not used")
             root = self.spaces[space] = self.tree.root()
             self.roots[root] = space
         return root
+
+    def close_space(self, root: int) -> None:
+        """Ends a namespace with nothing cached and nobody in it."""
+        if root not in self.roots:
+            raise UnknownHandle(f"no namespace {root} is open")
+        if self.tree.kid[root] or self.tree.holds[root] > 1:
+            raise OutOfTurn(f"namespace {root} is in use, or has cached prefixes")
+        del self.spaces[self.roots.pop(root)]
+        self.tree.remove_root(root)
 
     # -- verbs -------------------------------------------------------------------------------------------------
 
@@ -439,10 +453,11 @@ class Pool:
         cells.  The growth run is what rounds the whole to cells, from half a quantum to one and a half.
         """
         runs, cell = self.runs, self.cell
+        kind = REUSED if path else FRESH
         own: list[int] = []
         left = need + (self.quantum >> 1) if run else need
         if contiguous:
-            return runs.take_run(need, FRESH, root)
+            return runs.take_run(need, kind, root)
         if path:
             node = path[-1]
             tree = self.tree
@@ -464,9 +479,9 @@ class Pool:
             if not run and left % cell:
                 cells = []
             elif count + self.headroom <= runs.cells_free:
-                cells = runs.take_cells(count, FRESH, root)  # as `_cells` would, which need not be asked
+                cells = runs.take_cells(count, kind, root)  # as `_cells` would, which need not be asked
             else:
-                cells = self._cells(count, FRESH, root, now)
+                cells = self._cells(count, kind, root, now)
             if cells:
                 own = own + cells if own else cells
             else:
@@ -475,12 +490,12 @@ class Pool:
                 if least > 0:
                     whole = min(least // cell, runs.cells_free)
                     if whole:
-                        own += runs.take_cells(whole, FRESH, root)
+                        own += runs.take_cells(whole, kind, root)
                     least -= whole * cell
                 if least > 0:
                     if least > runs.total:
                         self._evict(least - runs.total, now)
-                    own += runs.take(least, FRESH, root)
+                    own += runs.take(least, kind, root)
         return own if len(own) < 4 else _joined(own)
 
     def _hold_less(self, node: int, end: int) -> int:
@@ -503,6 +518,9 @@ class Pool:
         A lease is taken on whole nodes, which costs nothing while memory is plenty.  When it is short a hit of four
         tokens must not keep the thousands behind it.
         """
+        if not self.loose:
+            return False
+        self.loose = False
         tree = self.tree
         depth, length = tree.depth, tree.length
         before = tree.evictable
@@ -513,8 +531,11 @@ class Pool:
                 continue
             while depth[node] >= base and tree.parent[node]:
                 node = tree.parent[node]
-            if depth[node] + length[node] <= end or tree.flags[node] & MOVING_FLAG:
+            if depth[node] + length[node] <= end:
                 tree.hold(node)
+            elif tree.flags[node] & MOVING_FLAG:
+                self.loose = True
+                continue
             else:
                 node = tree.split(node, end - depth[node])
                 tree.hold(node)
@@ -565,8 +586,7 @@ class Pool:
         extents: list[int] = []
         if path:
             tree.path_extents(path, hit - copied, extents)
-            if not tree.flags[node] & REUSED_FLAG:
-                tree.flags[node] |= REUSED_FLAG
+            self.loose = True
         self._serial = handle = self._serial + 1
         position = hit - copied
         room = own[1] if len(own) == 2 else sum(own[1::2])
@@ -777,7 +797,7 @@ class Pool:
                     node = tree.add(node, key, extents, tick)
                     if tree.learns:
                         tree.evictor.created(node, parent, sequence.past, position >= sequence.prompt)
-                    if sequence.priority or expiry:
+                    if sequence.priority:
                         self._prioritise(node, sequence.priority, expiry)
                     position += taken
                     published = taken
@@ -904,6 +924,7 @@ class Pool:
                 continue
             self.tree.unhold(holder.node, self.tick)
             holder.node = node
+            self.loose = True
             holder.base = max(holder.base, piece.position + piece.length)
 
     # -- fork, trim, free --------------------------------------------------------------------------------------
@@ -954,6 +975,7 @@ class Pool:
         if child.tokens_from > child.base - child.base % self.unit:
             self._tokens_from_tree(child, known)
         self.tree.hold(sequence.node)
+        self.loose = True
         session.sequences[child_handle] = child
         self.sequences[child_handle] = child
         return Forked(child_handle, length)
@@ -1158,6 +1180,7 @@ class Pool:
                 above = tree.parent[above]
             tree.hold(above)
             sequence.node = above
+            self.loose = True
             sequence.base = keep_to
             self._tokens_from_tree(sequence, known)
         # Room that stands ready behind the new end, in order; pages must keep their place modulo the page.
@@ -1538,7 +1561,6 @@ class Pool:
                 self.moves.abandon_node(node)
             node = tree.split(node, kept - tree.depth[node])
         tree.hold(node)
-        tree.flags[node] |= PINNED_FLAG
         handle = self._handle()
         session.pins[handle] = node
         self.pinned += kept
@@ -1553,9 +1575,37 @@ class Pool:
             raise self.bad_handle(handle, "pin")
         tree = self.tree
         self.pinned -= tree.depth[node] + tree.length[node]
-        tree.flags[node] &= ~PINNED_FLAG
         self.tick += 1
         tree.unhold(node, self.tick)
+
+    # -- waiting and moving, as the daemon sees them --------------------------------------------------------------
+
+    def poll(self, now: float) -> list[Push]:
+        """Looks who can go on now, and hands over what has to be told to sessions since the last call.
+
+        To be called after any batch of verbs, and now and then while anybody waits: deadlines pass by time alone.
+        """
+        self.now = max(now, self.now)
+        if self.admission.busy:
+            self.admission.pump(self.now)
+        pushes, self.pushes = self.pushes, []
+        return pushes
+
+    def withdraw(self, session: Session, ticket: int) -> None:
+        """Gives a ticket up."""
+        self.admission.withdraw(session, ticket)
+
+    def begin_move(self, node: int) -> Move:
+        """Starts to move an unheld node; see moves.py."""
+        return self.moves.begin(node)
+
+    def finish_move(self, handle: int, copied: bool = True) -> bool:
+        """A move's copy has ended; true when it was published."""
+        return self.moves.finish(handle, copied)
+
+    def abandon_move(self, handle: int) -> None:
+        """Gives a move up before its copy has ended."""
+        self.moves.abandon(handle)
 
     # -- eviction ----------------------------------------------------------------------------------------------
 
@@ -1863,6 +1913,7 @@ class Pool:
             prompt_tokens=self.prompt_tokens,
             bad_handles=self.bad_handles,
             late_completions=self.moves.late_completions,
+            pinned_waste_tokens=counts[FREE] - runs.blocks_free * self.block_size,
             internal_fragmentation=max(0.0, 1 - held / room) if room > 0 else 0.0,
         )
 
@@ -1941,5 +1992,11 @@ def _check_config(config: PoolConfig) -> None:
         raise BadRequest(f"quantum {config.quantum} is not in 0..{MAX_BLOCK_SIZE}")
     if config.append not in ("chain", "peel"):
         raise BadRequest(f"append mode {config.append!r} is neither 'chain' nor 'peel'")
+    for name in ("fence_patience", "ticket_grace", "preempt_deadline", "reclaim_patience"):
+        seconds = getattr(config, name)
+        if not 0 <= seconds < math.inf:
+            raise BadRequest(f"{name} {seconds} is no number of seconds")
+    if config.peel_max < 0:
+        raise BadRequest(f"peel_max {config.peel_max}: a count is not negative")
     if not 0 <= config.pin_share <= 1:
         raise BadRequest(f"pin_share {config.pin_share} is not in 0..1")

@@ -188,6 +188,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     evictable: int
     leased: int  # cached and not evictable
     pinned: int
+    pinned_waste_tokens: int  # free slots of blocks that something keeps from being wholly free
     largest_free_run: int
     nodes: int
     sequences: int

@@ -36,7 +36,7 @@ import numpy as np
 
 from kvslot.allocator.eviction import Evictor, Lru
 
-MOVING_FLAG, REUSED_FLAG, PINNED_FLAG = 1, 2, 4
+MOVING_FLAG = 1
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
 PLACE = 64  # bytes on either side that tell one place from another
 _PARTS = 256
@@ -214,6 +214,14 @@ class PrefixTree:
         self.slot[node] = 0
         self.holds[node] = 1
         return node
+
+    def remove_root(self, node: int) -> None:
+        """Ends an empty tree that nobody holds."""
+        assert not self.kid[node]
+        assert self.holds[node] == 1
+        self.holds[node] = 0
+        self._vacate(node)
+        self.nodes -= 1
 
     def extents(self, node: int) -> list[int]:
         """The node's slots as a flat list slot, length, ..."""

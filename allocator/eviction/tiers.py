@@ -15,7 +15,7 @@ class Tiers:
     A node whose priority has expired counts as one of priority 0, at the old end of its queue.
     """
 
-    __slots__ = ("_base", "_due", "_expiry", "_length", "_level", "_now", "_priority", "_tiers")
+    __slots__ = ("_base", "_due", "_expiry", "_length", "_level", "_noted", "_now", "_priority", "_tiers")
 
     def __init__(
         self, base: Evictor, priority: array[int], expiry: dict[int, float], length: array[int]
@@ -28,6 +28,7 @@ class Tiers:
         self._tiers: dict[int, Lru] = {}
         self._level: dict[int, int] = {}  # queued nodes of priority > 0
         self._due: list[tuple[float, int]] = []
+        self._noted: dict[int, float] = {}  # what of `_due` is still to come: one entry a node and expiry
         self._now = 0.0
 
     @property
@@ -51,7 +52,9 @@ class Tiers:
         if expiry:
             if expiry <= self._now:
                 return None
-            heapq.heappush(self._due, (expiry, node))
+            if self._noted.get(node) != expiry:
+                self._noted[node] = expiry
+                heapq.heappush(self._due, (expiry, node))
         tier = self._tiers.get(level)
         if tier is None:
             tier = self._tiers[level] = Lru()
@@ -98,6 +101,8 @@ class Tiers:
         self._base.clock(now)
         while self._due and self._due[0][0] <= now:
             expiry, node = heapq.heappop(self._due)
+            if self._noted.get(node) == expiry:
+                del self._noted[node]
             if node in self._level and self._expiry.get(node, 0.0) == expiry:
                 self.discard(node)
                 self._base.exposed(node, self._length[node], False)
