@@ -117,7 +117,7 @@ class Bar:
             TaskProgressColumn(),
             BarColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             console=Console(stderr=True),
             auto_refresh=False,
             transient=True,

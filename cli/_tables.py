@@ -33,8 +33,11 @@ class _Console(Console):
 
 def console() -> Console:
     """Standard output; wide enough for five columns where it is not a terminal."""
-    out = _Console(highlight=False)
-    return out if out.is_terminal else _Console(highlight=False, width=max(out.width, FULL_WIDTH))
+    # No markup: names come from trace files.
+    out = _Console(highlight=False, markup=False)
+    return (
+        out if out.is_terminal else _Console(highlight=False, markup=False, width=max(out.width, FULL_WIDTH))
+    )
 
 
 def _pct(value: float | None) -> str:

@@ -64,8 +64,10 @@ def _add_completion(top: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code is returned.  argparse exits by itself on --help and wrong usage."""
-    arguments = parser().parse_args(argv)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- started with standard output closed
     try:
+        arguments = parser().parse_args(argv)
         code: int = arguments.handler(arguments)
         sys.stdout.flush()
         return code

@@ -234,6 +234,8 @@ def _policies(names: list[str]) -> list[str]:
     from kvslot.replay.policies import NAMES, available
 
     wanted = [part for name in names for part in name.split(",") if part]
+    if not wanted:
+        raise ValueError(f"no policy is named; there are {', '.join(NAMES)} and all")
     unknown = [name for name in wanted if name not in (*NAMES, "all")]
     if unknown:
         raise ValueError(f"no policy is called {unknown[0]}; there are {', '.join(NAMES)} and all")
@@ -294,7 +296,7 @@ def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
         policy="slotted",
         block_size=block_size,
         # Where the pool's size is yet to be found, anything that is large enough.
-        pool_tokens=arguments.pool_tokens or 1 << 40,
+        pool_tokens=arguments.pool_tokens or 1 << 28,
         live=arguments.live,
         hours=arguments.hours,
         rate=arguments.rate,

@@ -64,6 +64,7 @@ Progress = Callable[[float], None]
 
 ENGINES_MAX: Final = 1024
 LIVE_MAX: Final = 1_000_000
+POOL_MAX: Final = 1 << 28
 COLLECT_EVERY: Final = 20_000
 """Finished requests between two garbage collections, which happen outside everything measured: a pause inside a
 policy's call would be charged to whoever happened to allocate."""
@@ -107,6 +108,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         need(self.block_size >= 1, f"block_size is {self.block_size}; it must be 1 or more")
         need(1 <= self.engines <= ENGINES_MAX, f"engines is {self.engines}; it must be 1 to {ENGINES_MAX}")
         need(1 <= self.live <= LIVE_MAX, f"live is {self.live}; it must be 1 to {LIVE_MAX}")
+        need(
+            self.pool_tokens <= POOL_MAX,
+            f"pool_tokens is {self.pool_tokens}; the baselines keep lists of blocks, so it must be at most {POOL_MAX}",
+        )
         need(
             self.pool_tokens >= 2 * self.block_size * (self.engines if self.sharing == "partitioned" else 1),
             f"pool_tokens is {self.pool_tokens}; a pool has at least two blocks of {self.block_size}",

@@ -134,6 +134,8 @@ def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.Ca
         ([], 2, "name a TRACE"),
         (["no-such-trace"], 3, "bundled trace"),
         (["mtbench101_a", "--policy", "best"], 2, "no policy is called best"),
+        (["mtbench101_a", "--policy", ","], 2, "no policy is named"),
+        (["mtbench101_a", "--policy", "hashed", "--pool-tokens", "1" + 20 * "0"], 2, "at most"),
         (["mtbench101_a", "--policy", "token", "--pool-tokens", "8"], 2, "two blocks of 16"),
         (["mtbench101_a", "--policy", "token", "--requests", "5", "--json=/proc/none/x.json"], 3, "/proc"),
     ],
@@ -184,6 +186,20 @@ def test_the_list_names_every_bundled_trace(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     for name in ("mix200_a", "sgd_a", "kvtester_a"):
         assert name in out
+
+
+def test_names_in_a_trace_are_only_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a trace file calls itself is printed as it stands, brackets and all."""
+    path = write(tmp_path / "odd.kvs.gz", LINES, name="[/bad] [bold]", kind="[/]")
+    assert ctl.main(["replay", str(path), "--policy", "token"]) == 0
+    assert "[/bad] [bold]" in capsys.readouterr().out
+
+
+def test_standard_output_may_be_closed(trace_file: str) -> None:
+    """`kvslotctl ... >&-` runs to its end."""
+    command = f'"{sys.executable}" -Im kvslot.cli.ctl replay "{trace_file}" --policy token >&-'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_reader_that_leaves_early_is_no_error(trace_file: str) -> None:
