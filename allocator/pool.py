@@ -441,8 +441,49 @@ class Pool:
                 or session.charged + want > session.quota
             ):
                 want = need
+        if session.append == "peel" and path and want != need:
+            answer = self._start_peeled(session, root, node, tokens, path, hit, spare - want, priority, now)
+            if answer is not None:
+                return answer
         own = self._place(need, want != need, contiguous, path, hit, root, now)
         return self._start(session, root, node, tokens, path, hit, own, priority)
+
+    def _start_peeled(
+        self,
+        session: Session,
+        root: int,
+        node: int,
+        tokens: bytes,
+        path: list[int],
+        hit: int,
+        spare: int,
+        priority: int,
+        now: float,
+    ) -> Admitted | None:
+        """Starts a sequence whose new slots begin with copies of the partial slot its hit ends in.
+
+        None where there is none, where the slots behind are free, and where memory or quota have no room for a copy.
+        """
+        extents: list[int] = []
+        self.tree.path_extents(path, hit, extents)
+        end = extents[-2] + extents[-1]
+        peel = min(end % self.block_size, extents[-1])
+        want = (len(tokens) >> 2) - hit + peel + (self.quantum >> 1)
+        count = -(-want // self.cell)
+        if (
+            not 0 < peel <= session.peel_max
+            or end in self.runs.length_at
+            or spare < peel
+            or session.charged + count * self.cell > session.quota
+        ):
+            return None
+        own = self._cells(count, REUSED, root, now)
+        if not own:
+            return None
+        path = self.tree.path_to(node)
+        answer = self._start(session, root, node, tokens, path, hit, own, priority, peel)
+        self._list_copies(session, answer, extents, [], [], peel)
+        return answer
 
     def _place(
         self, need: int, run: bool, contiguous: bool, path: list[int], hit: int, root: int, now: float
@@ -1397,10 +1438,10 @@ class Pool:
             own = _joined([end, rest, *own])
         answer = self._start(session, root, node, tokens, path, hit, own, priority, copied)
         if copied or joints:
-            self._copy_pages(session, answer, extents, joints, places, part if copied else 0)
+            self._list_copies(session, answer, extents, joints, places, part if copied else 0)
         return answer
 
-    def _copy_pages(
+    def _list_copies(
         self,
         session: Session,
         answer: Admitted,
@@ -1409,8 +1450,8 @@ class Pool:
         places: list[int],
         part: int,
     ) -> None:
-        """Lists the copies that make a new sequence's pages whole: of those at `joints` into `places`, and of its last
-        `part` cached tokens into the page it goes on in.  `extents` are the slots of its hit.
+        """Lists the copies a new sequence begins with: of whole pages at `joints` into `places`, and of its last `part`
+        cached tokens into the slots it goes on in.  `extents` are the slots of its hit.
         """
         sequence = self.sequences[answer.sequence]
         page = session.page
@@ -1423,7 +1464,11 @@ class Pool:
             answer.copies += _copies(extents, first, page, slot)
         if part:
             last = sequence.own[0]
-            answer.copies += _copies(extents, answer.hit - part, part, last.extents[0])
+            front, _ = split_extents(last.extents, part)
+            position = answer.hit - part
+            for i in range(0, len(front), 2):
+                answer.copies += _copies(extents, position, front[i + 1], front[i])
+                position += front[i + 1]
             if last.length > part:
                 self._split_range(sequence, last, part)
             last.kind = PEELED

@@ -144,7 +144,8 @@ def test_chain_copies_nothing_and_peel_copies_the_tail() -> None:
         answer = grown(pool.extend(s, c.sequence, tokens=2))
         assert sum(copy.length for copy in answer.copies) <= copied
         assert answer.position == b.capacity - sum(copy.length for copy in answer.copies)
-        assert pool.statistics().copied_tokens == sum(copy.length for copy in answer.copies)
+        assert sum(copy.length for copy in b.copies) == copied
+        assert pool.statistics().copied_tokens == sum(copy.length for copy in (*b.copies, *answer.copies))
         for copy in answer.copies:
             assert copy.source in slots(pool.table(s, b.sequence))
         pool.free(s, behind.sequence)

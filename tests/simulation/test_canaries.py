@@ -69,7 +69,7 @@ CANARIES = [
     C("3.4 copies name the right tokens", Pool, "_peel", "source = end - count", "source = end - count - 1"),
     C("3.4 a page's hit is whole and in place", Pool, "_allocate_pages", "if (extents[i] - position) % page:", "if False:"),
     C("3.4 pages are put together where nodes meet inside one", Pool, "_allocate_pages", "if first != position and joints[-1:] != [first]:", "if False:"),
-    C("3.4 a partial page is copied", Pool, "_copy_pages", "_copies(extents, answer.hit - part, part, last.extents[0])", "_copies(extents, answer.hit - part - 1, part, last.extents[0])"),
+    C("3.4 a partial page is copied", Pool, "_list_copies", "position = answer.hit - part", "position = answer.hit - part - 1"),
     C("3.4 roll-back forgets what was told", Pool, "_roll_back", "sequence.tokens = sequence.tokens[: 4 * max(keep_to - sequence.tokens_from, 0)]", "pass"),
     C("3.4 roll-back detaches below the published end", Pool, "_roll_back", "if keep_to < sequence.base:", "if False:"),
     C("3.4 only windowed layouts drop the front", Pool, "trim", "if keep_from and not self.config.windowed:", "if False:"),
