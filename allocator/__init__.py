@@ -1,6 +1,7 @@
 """The core: slotted blocks and the shared prefix tree.  Pure functions on plain values; see `pool.Pool`."""
 
 from kvslot.allocator.audit import audit
+from kvslot.allocator.config import PoolConfig
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
 from kvslot.allocator.eviction import EVICTIONS
 from kvslot.allocator.moves import Move
@@ -15,7 +16,6 @@ from kvslot.allocator.results import (
     Grown,
     Later,
     Never,
-    PoolConfig,
     PoolStatistics,
     Preempt,
     Pressure,

@@ -32,7 +32,7 @@ from kvslot.allocator.sessions import Life, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED
 
 if TYPE_CHECKING:
-    from kvslot.allocator.pool import Pool
+    from kvslot.allocator.placement import Placement
 
 TICKETS_PER_SESSION = 1024  # a session that asks more often without coming back is using tickets wrongly
 NO_HANDLE = 2**63  # above every handle
@@ -88,7 +88,7 @@ class Admission:
         "window",
     )
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Placement) -> None:
         self.pool = pool
         self.busy = False
         self.waiting: OrderedDict[int, Ticket] = OrderedDict()  # new requests, oldest first
@@ -532,6 +532,8 @@ class Admission:
         ticket = self.waiting.get(handle) or self.awaiting.get(handle)
         if ticket is None:
             ticket = next((t for t in self.growth.values() if t.handle == handle), None)
+        if ticket is None and not 0 < handle <= self.pool.serial:
+            raise self.pool.bad_handle(handle, "ticket")
         if ticket is not None and ticket.session is not session:
             raise ForeignHandle(f"ticket {handle} belongs to another session")
         if ticket is not None and ticket.sequence is not None and not growth:
@@ -606,7 +608,7 @@ class Admission:
         window.blockers = left
 
 
-def whole_pages(pool: Pool, page: int) -> int:
+def whole_pages(pool: Placement, page: int) -> int:
     """Aligned pages that free and evictable slots would fill, a window's left out; O(n log n), for refusals only."""
     tree, window = pool.tree, pool.admission.window
     stretches = list(pool.runs.length_at.items())
@@ -626,7 +628,7 @@ def whole_pages(pool: Pool, page: int) -> int:
     return pages + max(0, end // page - -(-begin // page))
 
 
-def _blockers(pool: Pool, start: int, stop: int) -> list[int]:
+def _blockers(pool: Placement, start: int, stop: int) -> list[int]:
     tree = pool.tree
     return [n for n in tree.live() if tree.length[n] and _overlaps(tree.extents(n), start, stop)]
 
@@ -635,7 +637,7 @@ def _overlaps(extents: list[int], start: int, stop: int) -> bool:
     return any(extents[i] < stop and extents[i] + extents[i + 1] > start for i in range(0, len(extents), 2))
 
 
-def plan_window(pool: Pool, ticket: Ticket) -> Window | None:
+def plan_window(pool: Placement, ticket: Ticket) -> Window | None:
     """The stretch of `ticket.need` slots with the fewest immovable and then the fewest cached slots; O(n log n)."""
     need = ticket.need
     tree = pool.tree

@@ -21,7 +21,7 @@ from kvslot.allocator.slots import CACHED, FREE, MOVING
 from kvslot.allocator.tree import MOVING_FLAG
 
 if TYPE_CHECKING:
-    from kvslot.allocator.pool import Pool
+    from kvslot.allocator.placement import Placement
 
 
 class Move(msgspec.Struct, gc=False, eq=False):
@@ -38,7 +38,7 @@ class Moves:
 
     __slots__ = ("abandoned", "late_completions", "moved_tokens", "pool", "published", "tickets")
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Placement) -> None:
         self.pool = pool
         self.tickets: dict[int, Move] = {}
         self.moved_tokens = 0

@@ -1,4 +1,4 @@
-"""Values that go in and out of the core: configuration, answers, pushes, statistics.
+"""Values that go in and out of the core: answers, pushes, statistics.
 
 Extents are flat lists of integers slot, length, slot, length, ...; `blocks_of` turns them into the (block, offset,
 length) triples of the wire.
@@ -11,33 +11,6 @@ from enum import StrEnum
 import msgspec
 
 UNLIMITED = 2**31 - 1
-
-
-class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size and rules of one pool.  All times are in seconds on the caller's clock, all sizes in slots unless said."""
-
-    blocks: int
-    block_size: int = 16
-    opaque: bool = (
-        False  # only bytes per block are known: match, split, insert and evict at multiples of block_size
-    )
-    windowed: bool = False  # every layer has a sliding window, so the front of a sequence may be trimmed
-    watermark: float = 0.02  # share of `usable` kept back from new requests
-    headroom: float = (
-        0.003  # share of `usable` that eviction keeps free, so that what is freed meets its neighbours
-    )
-    eviction: str = "lru"
-    quantum: int = 0  # slots of a growth run; 0: 32 tokens or a block, whichever is smaller
-    fence_patience: float = 0.05  # how long memory that is coming free holds eviction back
-    ticket_grace: float = 1.0  # how long a ticket keeps its age after Ready was pushed
-    preempt_deadline: float = 1.0  # how long a victim has to answer Preempt
-    reclaim_patience: float = 0.02  # how long Pressure(reclaim) is given before a victim is named
-    pin_share: float = 0.5  # most of `usable` that pins may keep
-    peel_max: int = 64  # most tokens copied to keep a tail contiguous
-    append: str = "chain"  # or "peel"; a session may choose otherwise
-    fill_holes: bool = (
-        True  # new pieces begin in holes where those have become many; False: no piece is split for one
-    )
 
 
 class Space(msgspec.Struct, frozen=True):

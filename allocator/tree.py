@@ -35,6 +35,7 @@ from zlib import crc32
 import numpy as np
 
 from kvslot.allocator.eviction import Evictor, Lru
+from kvslot.allocator.extents import split_extents
 
 MOVING_FLAG = 1
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
@@ -663,20 +664,3 @@ def common_prefix(tokens: bytes, at: int, key: bytes, unit: int) -> int:
         else:
             high = middle - 1
     return low * unit
-
-
-def split_extents(extents: list[int], at: int) -> tuple[list[int], list[int]]:
-    """Splits a flat extent list after `at` slots (more than 0, fewer than all)."""
-    for i in range(1, len(extents), 2):
-        n = extents[i]
-        if at < n:
-            if not at:
-                return extents[: i - 1], extents[i - 1 :]
-            front = extents[: i + 1]
-            front[i] = at
-            back = extents[i - 1 :]
-            back[0] += at
-            back[1] -= at
-            return front, back
-        at -= n
-    return extents, []

@@ -103,7 +103,7 @@ class Device(Protocol):
         ...
 
     def completion(self, event: Event) -> Completion:
-        """Whether all before the event has ended; FAILED once any of the batch it was returned for has failed."""
+        """Whether all before the event has ended; FAILED once a copy it was returned or waits for has."""
         ...
 
     def memory(self) -> MemoryInformation:

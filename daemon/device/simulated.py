@@ -80,7 +80,9 @@ class SimulatedDevice:
         self._targets: set[int] = set()
         self._outcomes: dict[int, Completion] = {}
         self._waits: dict[int, list[int]] = {}  # an event of `event()` -> the batches before it
-        self._streams: dict[int, float] = {}  # stream -> end of its last batch
+        self._streams: dict[
+            int, tuple[float, float]
+        ] = {}  # stream -> end of its last batch, and when it is seen
         self._serial = 0
         self._generation = generation
         self._open = True
@@ -99,7 +101,7 @@ class SimulatedDevice:
     def stream(self, *, low_priority: bool = False) -> Stream:
         self._must_be_open()
         self._serial += 1
-        self._streams[self._serial] = self._now
+        self._streams[self._serial] = (self._now, self._now)
         return Stream(self._serial)
 
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> Event:
@@ -128,7 +130,8 @@ class SimulatedDevice:
                 raise DeviceFault(f"copy from slot {slot}, which a pending copy of another stream writes")
         draw, schedule = self._random, self.schedule
         self._serial += 1
-        start = max(self._now, self._streams[stream])
+        last_end, last_seen = self._streams[stream]
+        start = max(self._now, last_end)
         end = start + draw.uniform(schedule.latency_min, schedule.latency_max)
         never = draw.random() < schedule.never
         batch = _Batch(
@@ -137,10 +140,10 @@ class SimulatedDevice:
             pieces=list(pieces),
             landings=sorted(draw.uniform(start, end) for _ in pieces),
             end=end,
-            seen=float("inf") if never else end + draw.uniform(0, schedule.notice_max),
+            seen=float("inf") if never else max(last_seen, end + draw.uniform(0, schedule.notice_max)),
             fails=draw.random() < schedule.failures,
         )
-        self._streams[stream] = end
+        self._streams[stream] = (end, batch.seen)
         self._pending.append(batch)
         self._targets |= target_set
         return Event(batch.event)
@@ -156,8 +159,12 @@ class SimulatedDevice:
     def completion(self, event: Event) -> Completion:
         self._must_be_open()
         if event in self._waits:
-            pending = {batch.event for batch in self._pending}
-            return Completion.PENDING if pending.intersection(self._waits[event]) else Completion.DONE
+            outcomes = [self._outcomes.get(batch, Completion.PENDING) for batch in self._waits[event]]
+            # As a stream in order knows no other: what stands behind a failed copy has failed.
+            for outcome in (Completion.PENDING, Completion.FAILED):
+                if outcome in outcomes:
+                    return outcome
+            return Completion.DONE
         if event in self._outcomes:
             return self._outcomes[event]
         if any(batch.event == event for batch in self._pending):
@@ -209,6 +216,9 @@ class SimulatedDevice:
         for batch in self._pending:
             if batch.seen == float("inf"):
                 batch.seen = max(batch.end, self._now)
+        for stream, (end, seen) in self._streams.items():
+            if seen == float("inf"):
+                self._streams[stream] = (end, max(end, self._now))
 
     def pending(self) -> int:
         """Batches whose completion has not been seen."""

@@ -13,6 +13,7 @@ from kvslot.allocator import (
     Pressure,
     Ready,
     Reason,
+    UnknownHandle,
 )
 
 from .tools import admit, cache, complete, fresh, grown, later, make, root, sound, step
@@ -160,6 +161,10 @@ def test_tickets_are_their_sessions_own() -> None:
         pool.allocate(s, root(pool), fresh(4, 200), ticket=waiting.ticket)
     with pytest.raises(ForeignHandle):
         pool.admission.withdraw(s, waiting.ticket)
+    for never_given in (-1, waiting.ticket + 1, 2**40):
+        with pytest.raises(UnknownHandle):
+            pool.allocate(s, root(pool), fresh(4, 200), ticket=never_given)
+    sound(pool)
     pool.lose(other)
     assert not pool.admission.waiting
     sound(pool)

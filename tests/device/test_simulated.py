@@ -50,6 +50,7 @@ def test_streams_are_in_order_within_and_not_between() -> None:
             device.advance(0.1)
             done = device.completion
             assert not (done(second) == Completion.DONE and device.read(0, 11, 1) != bytes((1,)) * 4)
+            assert not (done(second) == Completion.DONE and done(first) == Completion.PENDING)
             overtaken |= done(other) == Completion.DONE and done(first) == Completion.PENDING
         assert device.completion(behind) == Completion.DONE
     assert overtaken
@@ -58,9 +59,13 @@ def test_streams_are_in_order_within_and_not_between() -> None:
 def test_failed_copy_spoils_its_target_only() -> None:
     """A failed batch says so, and touches nothing but its targets."""
     device = make(schedule=Schedule(latency_max=1.0, failures=1.0))
-    event = device.copy(device.stream(), [(slot, slot + 10, 1) for slot in range(8)])
+    stream = device.stream()
+    event = device.copy(stream, [(slot, slot + 10, 1) for slot in range(8)])
+    behind = device.event(stream)
+    assert device.completion(behind) == Completion.PENDING
     device.advance(2)
     assert device.completion(event) == Completion.FAILED
+    assert device.completion(behind) == Completion.FAILED, "what stands behind a failed copy is not done"
     assert [device.read(0, slot, 1)[0] for slot in range(10)] == list(range(10))
     assert [device.read(0, slot, 1)[0] for slot in range(10, 18)] != list(range(8))
 

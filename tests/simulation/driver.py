@@ -25,7 +25,7 @@ from kvslot.allocator import (
     Ready,
     Refusal,
 )
-from kvslot.allocator import pool as core
+from kvslot.allocator import tables as core
 from kvslot.daemon.device.simulated import Schedule
 
 from .world import Engine, Fault, Seq, World, require

@@ -1,0 +1,286 @@
+"""Sessions, namespaces and pins: who may hold anything, and what becomes of it when they end or are lost."""
+
+from __future__ import annotations
+
+import heapq
+
+from kvslot.allocator.config import MAX_SPACES
+from kvslot.allocator.errors import BadRequest, EndedHandle, OutOfTurn, UnknownHandle
+from kvslot.allocator.results import UNLIMITED, Space
+from kvslot.allocator.sessions import Group, Life, Session
+from kvslot.allocator.slots import FENCED, PRIVATE, QUARANTINED
+from kvslot.allocator.tables import Tables
+from kvslot.allocator.tree import MOVING_FLAG
+
+
+class Lifecycle(Tables):
+    """Sessions from Hello to the last slot given back; namespaces; pins."""
+
+    def open_session(
+        self,
+        *,
+        page: int = 1,
+        quota: int = UNLIMITED,
+        append: str = "",
+        peel_max: int = -1,
+        movable: bool = False,
+        group: Session | None = None,
+    ) -> Session:
+        """A new session whose kernels read pages of `page` slots; `group` joins it to another of the same engine.
+
+        `quota` bounds the slots that are its own: private and fenced ones.  What it has published is everybody's and
+        not charged, even while it alone reads it; `pin_share` bounds what may be kept there for good.
+        """
+        config = self.config
+        if self.config.opaque:
+            page = self.block_size
+        if type(page) is not int or type(quota) is not int or type(peel_max) is not int:
+            raise BadRequest("page, quota and peel_max are whole numbers")
+        if page < 1 or self.block_size % page:
+            raise BadRequest(f"page size {page} does not divide the block size {self.block_size}")
+        if quota < 1:
+            raise BadRequest(f"quota {quota}: a session needs at least one slot")
+        append = append or config.append
+        if append not in ("chain", "peel"):
+            raise BadRequest(f"append mode {append!r} is neither 'chain' nor 'peel'")
+        if group is not None and group.life != Life.LIVE:
+            raise OutOfTurn("the session to join is not live")
+        session = Session(
+            self._handle(),
+            page=page,
+            quota=min(quota, UNLIMITED),
+            append=append,
+            peel_max=config.peel_max if peel_max < 0 else peel_max,
+            movable=movable,
+        )
+        self.sessions[session.handle] = session
+        if group is not None:
+            if group.group is None:
+                group.group = Group()
+                group.group.members.append(group)
+                group.group.completed = group.completed
+            session.group = group.group
+            session.group.members.append(session)
+            # Every member publishes steps: until this one has completed those of a fence, the fence has not passed.
+            session.submitted = session.completed = group.completed
+            self._group_completed(session.group)
+        return session
+
+    def progress(self, session: Session, submitted: int, completed: int) -> None:
+        """Takes over what the session's page says and releases the fences that passed; the values only ever rise."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
+        if completed > submitted or submitted < session.submitted or completed < session.completed:
+            raise BadRequest(
+                f"steps went from {session.submitted}/{session.completed} to {submitted}/{completed} "
+                "(submitted/completed); they only rise, and completed never passes submitted"
+            )
+        session.submitted = submitted
+        if completed == session.completed:
+            return
+        session.completed = completed
+        session.stalled = False
+        if session.group is None:
+            self._pass_fences(session)
+        else:
+            self._group_completed(session.group)
+
+    def stall(self, session: Session, stalled: bool = True) -> None:
+        """Marks a session whose steps do not complete: its fences hold eviction back no longer."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
+        session.stalled = stalled
+        if stalled:
+            for sequence in session.sequences.values():
+                self._settle(sequence, published=False)
+
+    def bye(self, session: Session) -> None:
+        """Ends a session in good order (all steps completed, nothing mapped): everything goes back at once."""
+        if session.life == Life.ENDED:
+            raise EndedHandle("the session has ended")
+        if session.life:
+            raise OutOfTurn("the session is not live: it is resumed, or proven gone")
+        if session.passed() < session.submitted:
+            raise OutOfTurn(
+                f"step {session.submitted} was submitted, and not all processes have completed it"
+            )
+        session.life = Life.GONE
+        self._start_sweep(session)
+        while session in self._sweeping:
+            self._wipe(session, 1 << 30)
+
+    def lose(self, session: Session) -> None:
+        """The connection ended without Bye: slots are quarantined (by `sweep`), leases stay."""
+        if session.life != Life.LIVE:
+            raise OutOfTurn("the session is not live")
+        session.life = Life.LOST
+        self._start_sweep(session)
+
+    def resume(self, session: Session) -> None:
+        """A lost session's live process came back with its secret: it holds again what it held."""
+        if session.life != Life.LOST:
+            raise OutOfTurn("only a lost session can be resumed")
+        if session.proven:
+            raise OutOfTurn("the session's process was proven gone")
+        session.life = Life.LIVE
+        if session in self._sweeping:
+            self._sweeping.remove(session)
+        self._unquarantine(session)
+        self._pass_fences(session)
+
+    def gone(self, session: Session) -> None:
+        """The lost session's process is proven gone: `sweep` releases what it held, once all of its group are."""
+        if session.life != Life.LOST:
+            raise OutOfTurn("only a lost session can be gone")
+        session.proven = True
+        self._all_gone(session.group.members if session.group is not None else [session])
+
+    def _all_gone(self, members: list[Session]) -> None:
+        """Begins to release an engine's sessions when none of its processes can touch their slots any more."""
+        if all(member.proven for member in members):
+            for member in members:
+                if member.life == Life.LOST:
+                    member.life = Life.GONE
+                    self._start_sweep(member)
+
+    def sweep(self, budget: int = 256) -> bool:
+        """Cleans up after ended sessions, at most `budget` sequences and fences; True when nothing is left to do."""
+        while budget > 0 and self._sweeping:
+            session = self._sweeping[-1]
+            if session.life == Life.LOST:
+                budget -= self._quarantine(session)
+            else:
+                budget = self._wipe(session, budget)
+        return not self._sweeping
+
+    def _start_sweep(self, session: Session) -> None:
+        self.admission.forget_session(session)
+        if session not in self._sweeping:
+            self._sweeping.append(session)
+
+    def _quarantine(self, session: Session) -> int:
+        """Marks a lost session's private slots; O(its own holdings), once."""
+        self._sweeping.remove(session)
+        seen: set[int] = set()
+        for sequence in session.sequences.values():
+            self._settle(sequence, published=False)
+            for piece in (*sequence.own, *(sequence.sources or ())):
+                if id(piece) not in seen:
+                    seen.add(id(piece))
+                    session.swept.append((piece, PRIVATE))
+        for _, _, fenced in session.fences:
+            session.swept += ((piece, FENCED) for piece in fenced.ranges)
+        for piece, state in session.swept:
+            self.ledger.shift_all(piece.extents, piece.length, state, QUARANTINED)
+        return len(session.sequences) + len(session.fences) + 1
+
+    def _unquarantine(self, session: Session) -> None:
+        for piece, state in session.swept:
+            self.ledger.shift_all(piece.extents, piece.length, QUARANTINED, state)
+        session.swept = []
+
+    def _wipe(self, session: Session, budget: int) -> int:
+        """Releases up to `budget` things a session of a gone process held."""
+        self._unquarantine(session)
+        while session.sequences and budget > 0:
+            self._end(next(reversed(session.sequences.values())), 0)
+            budget -= 1
+        while session.fences and budget > 0:
+            self._unfence(session, session.fences.pop()[2])
+            budget -= 1
+        while session.pins and budget > 0:
+            self.unpin(session, next(reversed(session.pins)))
+            budget -= 1
+        if not session.sequences and not session.fences and not session.pins:
+            session.life = Life.ENDED
+            self._sweeping.remove(session)
+            del self.sessions[session.handle]
+            if session.group is not None:
+                session.group.members.remove(session)
+                if session.group.members:
+                    self._group_completed(session.group)
+                    self._all_gone(session.group.members)
+        return budget
+
+    def _group_completed(self, group: Group) -> None:
+        completed = min(member.completed for member in group.members)
+        group.completed = max(group.completed, completed)
+        for member in group.members:
+            self._pass_fences(member)
+
+    def _pass_fences(self, session: Session) -> None:
+        if session.life:  # lost: they stay; gone: the sweep releases them, with what it quarantined
+            return
+        passed = session.passed()
+        fences = session.fences
+        while fences and fences[0][0] <= passed:
+            self._unfence(session, heapq.heappop(fences)[2])
+
+    def open_space(self, space: Space) -> int:
+        """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""
+        root = self.spaces.get(space)
+        if root is None:
+            if len(self.spaces) >= MAX_SPACES:
+                raise BadRequest(f"{MAX_SPACES} namespaces are open; close one that is not used")
+            root = self.spaces[space] = self.tree.root()
+            self.roots[root] = space
+        return root
+
+    def close_space(self, root: int) -> None:
+        """Ends a namespace with nothing cached and nobody in it."""
+        if root not in self.roots:
+            raise UnknownHandle(f"no namespace {root} is open")
+        if self.tree.kid[root] or self.tree.holds[root] > 1:
+            raise OutOfTurn(f"namespace {root} is in use, or has cached prefixes")
+        del self.spaces[self.roots.pop(root)]
+        self.tree.remove_root(root)
+
+    def pin(self, session: Session, root: int, tokens: bytes) -> tuple[int, int]:
+        """Keeps what is cached of this prefix; returns the pin's handle and the tokens it keeps (0: nothing cached)."""
+        self._count(root, tokens)
+        if session.life:
+            raise OutOfTurn("the session is not live")
+        path: list[int] = []
+        tree = self.tree
+        kept = tree.match(root, tokens, path)
+        if not kept:
+            return 0, 0
+        limit = int(self.usable * self.config.pin_share)
+        if self.pinned + kept > limit:
+            raise BadRequest(
+                f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}"
+            )
+        node = path[-1]
+        if kept < tree.depth[node] + tree.length[node]:
+            if tree.flags[node] & MOVING_FLAG:
+                self.moves.abandon_node(node)
+            node = tree.split(node, kept - tree.depth[node])
+        tree.hold(node)
+        handle = self._handle()
+        session.pins[handle] = node
+        self.pinned += kept
+        return handle, kept
+
+    def unpin(self, session: Session, handle: int) -> None:
+        """Ends a pin."""
+        if session.life == Life.LOST:
+            raise OutOfTurn("the session is not live")
+        node = session.pins.pop(handle, 0)
+        if not node:
+            raise self.bad_handle(handle, "pin")
+        tree = self.tree
+        self.pinned -= tree.depth[node] + tree.length[node]
+        self.tick += 1
+        tree.unhold(node, self.tick)
+
+    def _count(self, root: int, tokens: bytes) -> int:
+        if type(tokens) is not bytes:
+            raise BadRequest(f"tokens are {type(tokens).__name__}, not bytes of int32")
+        n = len(tokens) >> 2
+        if not n or len(tokens) & 3:
+            if not tokens:
+                raise BadRequest("no tokens: at least one is needed")
+            raise BadRequest(f"{len(tokens)} bytes of tokens: they are int32, 4 bytes each")
+        if root not in self.roots:
+            raise UnknownHandle(f"no namespace {root} is open")
+        return n
