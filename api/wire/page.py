@@ -1,0 +1,41 @@
+"""The session page: 128 bytes of shared memory through which engine and daemon see each other's progress.
+
+    word   0  submitted     the client's half: steps handed to the device so far
+           1  completed     ... and ended on it; both only rise, completed <= submitted
+           2  epoch         the last Moved it has applied
+           3  busy          1 while a step runs
+           8  pushes        the daemon's half: rises with every push that went to the socket
+           9  wake          1: the daemon waits on this page and wants the eventfd written after the next change
+
+Words are aligned, 8 bytes, little endian, each written by one side only.  All of it is a hint: a page full of nonsense
+costs the session that wrote it, and nobody else, and whatever it says the socket says too.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final
+
+PAGE_BYTES: Final = 4096
+SUBMITTED: Final = 0
+COMPLETED: Final = 1
+EPOCH: Final = 2
+BUSY: Final = 3
+PUSHES: Final = 8
+WAKE: Final = 9
+
+
+class SessionPage:
+    """One side's view of a page; `words[n]` loads or stores one word."""
+
+    __slots__ = ("_map", "words")
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps the page behind `descriptor`, which may be closed afterwards."""
+        self._map = mmap.mmap(descriptor, PAGE_BYTES)
+        self.words = memoryview(self._map).cast("B").cast("Q")
+
+    def close(self) -> None:
+        """Ends the mapping."""
+        self.words.release()
+        self._map.close()
