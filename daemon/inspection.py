@@ -1,0 +1,555 @@
+"""What the daemon shows of itself: rows of plain values, page by page.
+
+    rows(kind, view, cursor, limit, pool="") -> (rows, cursor of the next page, 0 after the last)
+
+Pure functions over a `View`, which the server is.  They run on its event loop, between two clients' verbs, so a page is
+bounded in work: at most `limit` owners of slots, nodes or rows, well below a millisecond each, whatever the pool's
+size.  A listing of many pages is therefore a picture taken over some time: what changes meanwhile may be missing or be
+listed in both its places.  Cursors only ever rise, so every listing ends.
+
+    one row each    status · pools · sessions · namespaces · tickets · frag · latency · config · settings
+    columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
+                    map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
+
+`tree` and `map` can have a row for every few tokens of the pool; as columns they cost a tenth in time and bytes.  `map`
+goes by owners (nodes, sequences, fences), since nothing in the core is ordered by address: slots that no page names are
+free.  Tokens and salts are never shown, by any kind.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from kvslot.allocator import Life, State
+from kvslot.allocator import Pool as Core
+from kvslot.allocator.extents import split_extents
+from kvslot.allocator.runs import EXACT
+from kvslot.api.wire import BadRequest, NotFound
+from kvslot.api.wire.messages import Pool as Description
+
+Row = dict[str, Any]
+Page = tuple[list[Row], int]
+
+ROWS: Final = 256  # of a page, unless the caller wants fewer: about half a millisecond
+OWNERS: Final = 2048  # nodes of a page of `tree` and `map`, whose columns are cut out as they are
+SEQUENCES: Final = 128  # of a page of `map`: each may lie in many extents
+EXTENTS: Final = 4096  # after which a page of `map` ends
+RUN_BLOCKS: Final = tuple(1 << n for n in range(11))  # lengths of the usable-run index: 1..1024 blocks
+LONG_RUNS: Final = 256  # of one class looked at one by one; there are few beyond 512 cells
+
+MAP_STATES: Final = (
+    "free", "cached", "leased", "private", "room", "fenced", "moving", "reserved", "quarantined", "padding",
+)  # fmt: skip
+"""What a map tells apart: the core's states, cached ones that somebody reads, and private ones not written yet."""
+
+
+# -- what is looked at ------------------------------------------------------------------------------------------------
+
+
+class MemberView(Protocol):
+    """A session as the server knows it; what the core knows of it is asked there."""
+
+    @property
+    def session(self) -> int: ...  # its handle in the core
+    @property
+    def name(self) -> str: ...  # of the client, for people
+    @property
+    def pid(self) -> int: ...
+    @property
+    def uid(self) -> int: ...
+    @property
+    def pool(self) -> str: ...
+    @property
+    def since(self) -> float: ...  # Unix seconds of its Hello
+    @property
+    def state(self) -> str: ...  # "live", "lost" or "draining"
+    @property
+    def outbox(self) -> int: ...  # bytes of replies it has not read
+    @property
+    def frames(self) -> int: ...  # received
+
+
+class PoolView(Protocol):
+    """A pool: its core, and how it was described to clients."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def core(self) -> Core: ...
+    @property
+    def description(self) -> Description: ...
+    @property
+    def settings(self) -> msgspec.Struct: ...  # as configured
+
+
+class View(Protocol):
+    """The daemon."""
+
+    @property
+    def version(self) -> str: ...
+    @property
+    def boot(self) -> int: ...
+    @property
+    def started(self) -> float: ...  # Unix seconds
+    @property
+    def now(self) -> float: ...  # Unix seconds
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def settings(self) -> msgspec.Struct: ...
+    @property
+    def pools(self) -> Mapping[str, PoolView]: ...
+    @property
+    def members(self) -> Iterable[MemberView]: ...
+    @property
+    def latency(self) -> Mapping[str, Mapping[str, Any]]: ...  # by verb: plain counters
+
+
+# -- the one entry ----------------------------------------------------------------------------------------------------
+
+
+def rows(kind: str, view: View, cursor: int = 0, limit: int = 0, *, pool: str = "") -> Page:
+    """A page of `kind`, and the cursor of the next one (0: that was the last).
+
+    `limit` bounds the rows (`tree`, `map`: the nodes) of the page; 0: as many as are quick.  `pool` names one; "" is
+    all of them for pools, sessions, frag and config, and the first for namespaces, tickets, tree and map.  Raises
+    NotFound for a kind or pool that there is not, BadRequest for a negative cursor.
+    """
+    if cursor < 0 or limit < 0:
+        raise BadRequest(f"cursor {cursor}, limit {limit}: neither is negative")
+    if kind in _PAGED:
+        return _PAGED[kind](_pool(view, pool), cursor, limit)
+    try:
+        listing = _WHOLE[kind]
+    except KeyError:
+        raise NotFound(f"nothing to inspect is called {kind!r}; there are {', '.join(KINDS)}") from None
+    if pool:
+        _pool(view, pool)
+    return listing(view, cursor, min(limit or ROWS, ROWS), pool)
+
+
+def _pool(view: View, name: str) -> PoolView:
+    if not name:
+        return next(iter(view.pools.values()))
+    try:
+        return view.pools[name]
+    except KeyError:
+        raise NotFound(f"no pool {name!r}; there are {', '.join(view.pools)}") from None
+
+
+def _pools(view: View, name: str) -> list[PoolView]:
+    return [_pool(view, name)] if name else list(view.pools.values())
+
+
+def _cut(found: Sequence[Row], cursor: int, limit: int) -> Page:
+    """A page of a listing that is short and made whole each time."""
+    stop = cursor + limit
+    return list(found[cursor:stop]), stop if stop < len(found) else 0
+
+
+# -- one row each -----------------------------------------------------------------------------------------------------
+
+
+def _status(view: View, cursor: int, limit: int, pool: str) -> Page:
+    states = [member.state for member in view.members]
+    row = {
+        "version": view.version,
+        "boot": view.boot,
+        "started": view.started,
+        "uptime_s": max(0.0, view.now - view.started),
+        "state": "draining" if view.draining else "running",
+        "socket": str(getattr(view.settings, "socket", "")),
+        "pools": len(view.pools),
+        "sessions": len(states),
+        "sessions_lost": states.count("lost"),
+        "sequences": sum(len(each.core.sequences) for each in view.pools.values()),
+        "size_bytes": sum(each.description.size_bytes for each in view.pools.values()),
+    }
+    return [row], 0
+
+
+def _pool_rows(view: View, cursor: int, limit: int, pool: str) -> Page:
+    found = _pools(view, pool)
+    page = [_pool_row(each) for each in found[cursor : cursor + limit]]
+    return page, cursor + limit if cursor + limit < len(found) else 0
+
+
+def _pool_row(view: PoolView) -> Row:
+    core, told = view.core, view.description
+    row: Row = {
+        "pool": view.name,
+        "granularity": told.granularity,
+        "block_size": told.block_size,
+        "quantum": core.quantum,
+        "watermark": core.watermark,
+        "eviction": core.config.eviction,
+        "append": core.config.append,
+        "size_bytes": told.size_bytes,
+        "slot_bytes": told.size_bytes // core.slots,
+        "planes": len(told.planes),
+        "kind": told.kind,
+        "fingerprint": told.fingerprint,
+        "generation": told.generation,
+        "namespaces": len(core.roots),
+    }
+    row.update(msgspec.structs.asdict(core.statistics()))
+    row["internal_fragmentation_pct"] = 100 * row.pop("internal_fragmentation")
+    return row
+
+
+def _sessions(view: View, cursor: int, limit: int, pool: str) -> Page:
+    """By handle, so that a session that ends between two pages hides no other."""
+    found = sorted(
+        (each for each in view.members if each.session > cursor and (not pool or each.pool == pool)),
+        key=lambda each: each.session,
+    )
+    page = found[:limit]
+    return [_session(view, each) for each in page], page[-1].session if len(found) > limit else 0
+
+
+def _session(view: View, member: MemberView) -> Row:
+    row: Row = {
+        "session": member.session,
+        "name": member.name,
+        "pid": member.pid,
+        "uid": member.uid,
+        "pool": member.pool,
+        "state": member.state,
+        "age_s": max(0.0, view.now - member.since),
+        "outbox_bytes": member.outbox,
+        "frames": member.frames,
+    }
+    core = view.pools[member.pool].core
+    session = core.sessions.get(member.session)
+    row["page"] = session.page if session else 0
+    row["sequences"] = len(session.sequences) if session else 0
+    row["charged"] = session.charged if session else 0
+    row["quota"] = min(session.quota, core.usable) if session else 0
+    row["fenced"] = session.fenced if session else 0
+    row["pins"] = len(session.pins) if session else 0
+    row["submitted"] = session.submitted if session else 0
+    row["completed"] = session.completed if session else 0
+    row["stalled"] = session.stalled if session else False
+    row["owes"] = len(session.owes) if session else 0
+    row["group"] = len(session.group.members) if session and session.group else 1
+    return row
+
+
+def _frag(view: View, cursor: int, limit: int, pool: str) -> Page:
+    found = _pools(view, pool)
+    page = [_frag_row(each) for each in found[cursor : cursor + limit]]
+    return page, cursor + limit if cursor + limit < len(found) else 0
+
+
+def _frag_row(view: PoolView) -> Row:
+    core = view.core
+    told = core.statistics()
+    runs = core.runs
+    in_blocks = (told.blocks - told.padding // core.block_size - told.blocks_free) * core.block_size
+    return {
+        "pool": view.name,
+        "block_size": core.block_size,
+        "blocks": told.blocks,
+        "blocks_free": told.blocks_free,
+        "free": told.free,
+        "internal_waste_pct": 100 * told.internal_fragmentation,
+        "reserved_pct": 100 * told.unwritten / in_blocks if in_blocks else 0.0,
+        "unwritten": told.unwritten,
+        "duplicate_tokens": told.duplicate_tokens,
+        "peeled_tokens": told.peeled_tokens,
+        "pinned_waste_tokens": told.pinned_waste_tokens,
+        "pinned_waste_pct": 100 * told.pinned_waste_tokens / core.usable,
+        "free_runs": len(runs.length_at),
+        "hole_tokens": runs.hole_slots(),
+        "largest_free_run": told.largest_free_run,
+        "scatter_pct": 100 * (1 - told.largest_free_run / told.free) if told.free else 0.0,
+        "extents_per_1k_tokens": 1000 * told.extents_given / told.extent_tokens
+        if told.extent_tokens
+        else 0.0,
+        "usable_run_pct": usable_runs(core),
+    }
+
+
+def usable_runs(core: Core) -> dict[str, float]:
+    """For 1, 2, 4 ... 1024 blocks: the share (percent) of the free slots in runs that long or longer; O(size classes).
+
+    A run counts with its whole cells, a hole (a run without one) with all its slots: what a request of that length
+    could be given out of it.  100 where nothing is free.
+    """
+    runs = core.runs
+    cell, holes = runs.cell, runs.holes
+    sizes: list[tuple[int, int]] = []  # slots of a run, and how many runs have so many
+    occupied = runs.occupied
+    while occupied:
+        index = (occupied & -occupied).bit_length() - 1
+        occupied &= occupied - 1
+        members = runs.classes[index]
+        cells = index - holes
+        if cells < 0:
+            sizes.append((index, len(members)))
+        elif cells < EXACT:
+            sizes.append((cells * cell, len(members)))
+        else:
+            for start in islice(members, LONG_RUNS):
+                end = start + runs.length_at[start]
+                sizes.append((end // cell * cell - -(-start // cell) * cell, 1))
+            if len(members) > LONG_RUNS:
+                sizes.append((_least_cells(cells) * cell, len(members) - LONG_RUNS))
+    shares: dict[str, float] = {}
+    for blocks in RUN_BLOCKS:
+        least = blocks * core.block_size
+        found = sum(slots * count for slots, count in sizes if slots >= least)
+        shares[str(blocks)] = 100.0 if not runs.total else 100 * found / runs.total
+    return shares
+
+
+def _least_cells(size_class: int) -> int:
+    """The fewest cells of a run in a class that is not exact; see `runs.size_class`."""
+    sixteenths = size_class - EXACT
+    return (16 + (sixteenths & 15)) << ((sixteenths >> 4) + 5)
+
+
+def _latency(view: View, cursor: int, limit: int, pool: str) -> Page:
+    return _cut([{"verb": verb, **counters} for verb, counters in view.latency.items()], cursor, limit)
+
+
+def _settings(view: View, cursor: int, limit: int, pool: str) -> Page:
+    found = [
+        {"name": name, "value": value} for name, value in _plain(view.settings).items() if name != "pools"
+    ]
+    return _cut(found, cursor, limit)
+
+
+def _config(view: View, cursor: int, limit: int, pool: str) -> Page:
+    """What was configured for each pool, and what the core made of it."""
+    found = [
+        {"pool": each.name, "settings": _plain(each.settings), "core": _plain(each.core.config)}
+        for each in _pools(view, pool)[cursor : cursor + limit + 1]
+    ]
+    return found[:limit], cursor + limit if len(found) > limit else 0
+
+
+def _plain(settings: msgspec.Struct) -> Row:
+    plain: Row = msgspec.to_builtins(settings, enc_hook=str)
+    return plain
+
+
+# -- of one pool ------------------------------------------------------------------------------------------------------
+
+
+def _namespaces(view: PoolView, cursor: int, limit: int) -> Page:
+    core = view.core
+    limit = min(limit or ROWS, ROWS)
+    tree = core.tree
+    page: list[Row] = [
+        {
+            "namespace": root,
+            "tenant": space.tenant,
+            "model": space.model,
+            "adapter": space.adapter,
+            "salted": bool(space.salt),
+            "in_use": tree.holds[root] > 1,
+            "empty": not tree.kid[root],
+        }
+        for root, space in islice(core.roots.items(), cursor, cursor + limit)
+    ]
+    return page, cursor + limit if cursor + limit < len(core.roots) else 0
+
+
+def _tickets(view: PoolView, cursor: int, limit: int) -> Page:
+    """Who waits: growth, then new requests, then those that wait for a commit; each oldest first."""
+    core = view.core
+    limit = min(limit or ROWS, ROWS)
+    queue = core.admission
+    waiting = len(queue.growth) + len(queue.waiting) + len(queue.awaiting)
+    page: list[Row] = [
+        {
+            "ticket": ticket.handle,
+            "session": ticket.session.handle,
+            "needed": ticket.need,
+            "age_s": max(0.0, core.now - ticket.created),
+            "growth": ticket.sequence is not None,
+            "contiguous": ticket.contiguous,
+            "ready": ticket.ready >= 0,
+            "awaits_commit": bool(ticket.awaits),
+        }
+        for ticket in islice(
+            chain(queue.growth.values(), queue.waiting.values(), queue.awaiting.values()),
+            cursor,
+            cursor + limit,
+        )
+    ]
+    return page, cursor + limit if cursor + limit < waiting else 0
+
+
+def _tree(view: PoolView, cursor: int, limit: int) -> Page:
+    """Nodes by number: `limit` numbers a page, of which those in use are listed.  The cursor is the next number."""
+    core = view.core
+    tree = core.tree
+    stop = min(cursor + min(limit or OWNERS, OWNERS), len(tree.keys))
+    parent = _column(tree.parent, cursor, stop)
+    (live,) = parent.nonzero()  # roots have no parent, and no tokens
+    length = _column(tree.length, cursor, stop)[live]
+    slot = _column(tree.slot, cursor, stop)[live]
+    extents = 1 + (_column(tree.head, cursor, stop)[live] != length)
+    nodes = live + cursor
+    for at in (slot < 0).nonzero()[0].tolist():
+        extents[at] = len(tree.scattered[int(nodes[at])]) >> 1
+    page: list[Row] = []
+    if len(live):
+        page.append(
+            {
+                "node": nodes.tolist(),
+                "parent": parent[live].tolist(),
+                "depth": _column(tree.depth, cursor, stop)[live].tolist(),
+                "tokens": length.tolist(),
+                "extents": extents.tolist(),
+                "holds": _column(tree.holds, cursor, stop)[live].tolist(),
+                "age": (
+                    core.tick - np.frombuffer(tree.tick[cursor:stop], dtype=np.int64)[live]
+                ).tolist(),  # verbs
+                "priority": np.frombuffer(tree.priority[cursor:stop], dtype=np.int8)[live].tolist(),
+            }
+        )
+    return page, stop if stop < len(tree.keys) else 0
+
+
+def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """A copy of a stretch of a tree's column: the array itself could not grow while numpy looks at it."""
+    return np.frombuffer(column[start:stop], dtype=np.int32)
+
+
+# -- the map: by owners -----------------------------------------------------------------------------------------------
+#
+#     cursor = place << 3 | stage       stage 0  nodes        place: the next node's number
+#                                             1  sequences    the last handle listed
+#                                             2  fences       position of the session << 24 | of its fence
+#                                             3  others       padding, moves, the window: stretch of the window
+
+_STAGES: Final = 4
+_FENCE_BITS: Final = 24
+
+
+def _map(view: PoolView, cursor: int, limit: int) -> Page:
+    core = view.core
+    stage, place = cursor & 7, cursor >> 3
+    if stage >= _STAGES:
+        raise BadRequest(f"cursor {cursor} is none that a page of the map ended with")
+    found: dict[str, list[int]] = {}
+    place = (_map_nodes, _map_sequences, _map_fences, _map_others)[stage](core, place, limit, found)
+    if place:
+        cursor = place << 3 | stage
+    else:
+        cursor = stage + 1 if stage + 1 < _STAGES else 0
+    return [{"state": state, "extents": extents} for state, extents in found.items() if extents], cursor
+
+
+def _map_nodes(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    tree = core.tree
+    stop = min(place + min(limit or OWNERS, OWNERS), len(tree.keys))
+    (live,) = _column(tree.parent, place, stop).nonzero()
+    length = _column(tree.length, place, stop)[live]
+    slot = _column(tree.slot, place, stop)[live]
+    head = _column(tree.head, place, stop)[live]
+    tail = _column(tree.tail_slot, place, stop)[live]
+    held = _column(tree.holds, place, stop)[live] > 0
+    simple = slot >= 0
+    for state, these in (("cached", ~held), ("leased", held)):
+        first = these & simple
+        second = first & (head != length)
+        out: list[int] = np.stack((slot[first], head[first]), 1).ravel().tolist()
+        out += np.stack((tail[second], (length - head)[second]), 1).ravel().tolist()
+        for at in (these & ~simple).nonzero()[0].tolist():
+            out += tree.scattered[place + int(live[at])]
+        found[state] = out
+    return stop if stop < len(tree.keys) else 0
+
+
+def _map_sequences(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    # Handles only rise, and a dict keeps the order of insertion: copying its keys takes nanoseconds each.
+    handles = list(core.sequences)
+    first = bisect_right(handles, place)
+    private = found["private"] = []
+    room = found["room"] = []
+    quarantined = found["quarantined"] = []
+    stop = first + min(limit or SEQUENCES, SEQUENCES)
+    for handle in handles[first:stop]:
+        sequence = core.sequences[handle]
+        swept = sequence.session.swept if sequence.session.life else ()
+        for piece in (*sequence.own, *(sequence.sources or ())):
+            if swept and id(piece) in swept:
+                quarantined += piece.extents
+            elif piece.position + piece.length > sequence.length:
+                written, rest = split_extents(piece.extents, max(0, sequence.length - piece.position))
+                private += written
+                room += rest
+            else:
+                private += piece.extents
+        if len(private) + len(room) + len(quarantined) > 2 * EXTENTS:
+            return handle if handle != handles[-1] else 0
+    return handles[stop - 1] if stop < len(handles) else 0
+
+
+def _map_fences(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    sessions = list(core.sessions.values())
+    fenced = found["fenced"] = []
+    quarantined = found["quarantined"] = []
+    at, index = place >> _FENCE_BITS, place & ((1 << _FENCE_BITS) - 1)
+    left = min(limit or ROWS, ROWS)
+    while at < len(sessions):
+        session = sessions[at]
+        for _, _, each in session.fences[index : index + left]:
+            for piece in each.ranges:
+                lost = session.life != Life.LIVE and id(piece) in session.swept
+                (quarantined if lost else fenced).extend(piece.extents)
+            index += 1
+            left -= 1
+            if len(fenced) + len(quarantined) > 2 * EXTENTS:
+                left = 0
+                break
+        if not left:
+            return at << _FENCE_BITS | index
+        at, index = at + 1, 0
+    return 0
+
+
+def _map_others(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    if not place:
+        found["padding"] = [0, core.padding]
+        found["moving"] = [slot for move in core.moves.tickets.values() for slot in move.target]
+    window = core.admission.window
+    if window is None:
+        return 0
+    stop = place + min(limit or OWNERS, OWNERS)
+    found["reserved"] = [slot for stretch in window.stretches[place:stop] for slot in stretch]
+    return stop if stop < len(window.stretches) else 0
+
+
+def totals(core: Core) -> dict[str, int]:
+    """Slots by state, exact at this moment, as the core's ledger has them."""
+    return {state.name.lower(): core.ledger.counts[state] for state in State}
+
+
+_WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
+    "status": _status,
+    "pools": _pool_rows,
+    "sessions": _sessions,
+    "frag": _frag,
+    "latency": _latency,
+    "settings": _settings,
+    "config": _config,
+}
+_PAGED: Final[dict[str, Callable[[PoolView, int, int], Page]]] = {
+    "namespaces": _namespaces,
+    "tickets": _tickets,
+    "tree": _tree,
+    "map": _map,
+}
+KINDS: Final = (*_WHOLE, *_PAGED)
+"""All there is to inspect."""
