@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from kvslot.allocator import Life, State
+from kvslot.allocator import Life, Session
 from kvslot.allocator import Pool as Core
 from kvslot.allocator.extents import split_extents
 from kvslot.allocator.runs import EXACT
@@ -52,27 +52,13 @@ MAP_STATES: Final = (
 # -- what is looked at ------------------------------------------------------------------------------------------------
 
 
-class MemberView(Protocol):
-    """A session as the server knows it; what the core knows of it is asked there."""
+class PeerView(Protocol):
+    """The process at the other end, by the kernel's word."""
 
-    @property
-    def session(self) -> int: ...  # its handle in the core
-    @property
-    def name(self) -> str: ...  # of the client, for people
     @property
     def pid(self) -> int: ...
     @property
     def uid(self) -> int: ...
-    @property
-    def pool(self) -> str: ...
-    @property
-    def since(self) -> float: ...  # Unix seconds of its Hello
-    @property
-    def state(self) -> str: ...  # "live", "lost" or "draining"
-    @property
-    def outbox(self) -> int: ...  # bytes of replies it has not read
-    @property
-    def frames(self) -> int: ...  # received
 
 
 class PoolView(Protocol):
@@ -88,6 +74,27 @@ class PoolView(Protocol):
     def settings(self) -> msgspec.Struct: ...  # as configured
 
 
+class MemberView(Protocol):
+    """A session as the server knows it; what the core knows of it is asked there."""
+
+    @property
+    def session(self) -> Session: ...
+    @property
+    def hosted(self) -> PoolView: ...
+    @property
+    def name(self) -> str: ...  # of the client, for people
+    @property
+    def peer(self) -> PeerView: ...
+    @property
+    def since(self) -> float: ...  # of its Hello, on the clock of `View.now`
+    @property
+    def state(self) -> str: ...  # "live", "lost" or "ending"
+    @property
+    def outbox(self) -> int: ...  # bytes of replies it has not read
+    @property
+    def frames(self) -> int: ...  # received
+
+
 class View(Protocol):
     """The daemon."""
 
@@ -96,9 +103,9 @@ class View(Protocol):
     @property
     def boot(self) -> int: ...
     @property
-    def started(self) -> float: ...  # Unix seconds
+    def started(self) -> float: ...  # on the clock of `now`
     @property
-    def now(self) -> float: ...  # Unix seconds
+    def now(self) -> float: ...  # seconds, of a clock that does not jump
     @property
     def draining(self) -> bool: ...
     @property
@@ -161,7 +168,6 @@ def _status(view: View, cursor: int, limit: int, pool: str) -> Page:
     row = {
         "version": view.version,
         "boot": view.boot,
-        "started": view.started,
         "uptime_s": max(0.0, view.now - view.started),
         "state": "draining" if view.draining else "running",
         "socket": str(getattr(view.settings, "socket", "")),
@@ -206,39 +212,41 @@ def _pool_row(view: PoolView) -> Row:
 def _sessions(view: View, cursor: int, limit: int, pool: str) -> Page:
     """By handle, so that a session that ends between two pages hides no other."""
     found = sorted(
-        (each for each in view.members if each.session > cursor and (not pool or each.pool == pool)),
-        key=lambda each: each.session,
+        (
+            each
+            for each in view.members
+            if each.session.handle > cursor and (not pool or each.hosted.name == pool)
+        ),
+        key=lambda each: each.session.handle,
     )
-    page = found[:limit]
-    return [_session(view, each) for each in page], page[-1].session if len(found) > limit else 0
+    page = [_session(view, each) for each in found[:limit]]
+    return page, page[-1]["session"] if len(found) > limit else 0
 
 
 def _session(view: View, member: MemberView) -> Row:
-    row: Row = {
-        "session": member.session,
+    session = member.session
+    return {
+        "session": session.handle,
         "name": member.name,
-        "pid": member.pid,
-        "uid": member.uid,
-        "pool": member.pool,
+        "pid": member.peer.pid,
+        "uid": member.peer.uid,
+        "pool": member.hosted.name,
         "state": member.state,
+        "stalled": session.stalled,
         "age_s": max(0.0, view.now - member.since),
+        "page": session.page,
+        "sequences": len(session.sequences),
+        "charged": session.charged,
+        "quota": min(session.quota, member.hosted.core.usable),
+        "fenced": session.fenced,
+        "pins": len(session.pins),
+        "submitted": session.submitted,
+        "completed": session.completed,
+        "owes": len(session.owes),
+        "group": len(session.group.members) if session.group else 1,
         "outbox_bytes": member.outbox,
         "frames": member.frames,
     }
-    core = view.pools[member.pool].core
-    session = core.sessions.get(member.session)
-    row["page"] = session.page if session else 0
-    row["sequences"] = len(session.sequences) if session else 0
-    row["charged"] = session.charged if session else 0
-    row["quota"] = min(session.quota, core.usable) if session else 0
-    row["fenced"] = session.fenced if session else 0
-    row["pins"] = len(session.pins) if session else 0
-    row["submitted"] = session.submitted if session else 0
-    row["completed"] = session.completed if session else 0
-    row["stalled"] = session.stalled if session else False
-    row["owes"] = len(session.owes) if session else 0
-    row["group"] = len(session.group.members) if session and session.group else 1
-    return row
 
 
 def _frag(view: View, cursor: int, limit: int, pool: str) -> Page:
@@ -529,11 +537,6 @@ def _map_others(core: Core, place: int, limit: int, found: dict[str, list[int]])
     stop = place + min(limit or OWNERS, OWNERS)
     found["reserved"] = [slot for stretch in window.stretches[place:stop] for slot in stretch]
     return stop if stop < len(window.stretches) else 0
-
-
-def totals(core: Core) -> dict[str, int]:
-    """Slots by state, exact at this moment, as the core's ledger has them."""
-    return {state.name.lower(): core.ledger.counts[state] for state in State}
 
 
 _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
