@@ -262,7 +262,7 @@ class Admission:
         if fenced:
             # What the sweep has quarantined is no longer among the fenced.
             fenced -= sum(
-                s.fenced for s in self.pool.sessions.values() if (s.stalled or s.life) and not s.swept
+                s.fenced - s.swept_fenced for s in self.pool.sessions.values() if s.stalled or s.life
             )
         return fenced
 

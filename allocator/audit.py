@@ -79,8 +79,8 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
     owned: Owned = [(0, pool.padding, PADDING, "padding")]
     quarantined: dict[int, int] = {}
     for session in pool.sessions.values():
-        for piece, state in session.swept:
-            quarantined[id(piece)] = state
+        for key, (_, state) in session.swept.items():
+            quarantined[key] = state
         for _, _, fenced in session.fences:
             for piece in fenced.ranges:
                 state = QUARANTINED if id(piece) in quarantined else FENCED
@@ -270,6 +270,11 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             fenced[session.handle] += sum(piece.length for piece in entry.ranges)
         for node in session.pins.values():
             pinned += pool.tree.depth[node] + pool.tree.length[node]
+        swept = sum(piece.length for piece, state in session.swept.values() if state == FENCED)
+        if session.swept_fenced != swept:
+            wrong.append(
+                f"session {session.handle} counts {session.swept_fenced} quarantined fenced slots, {swept} were found"
+            )
         if session.fenced != fenced[session.handle]:
             wrong.append(
                 f"session {session.handle} counts {session.fenced} fenced slots, {fenced[session.handle]} were found"

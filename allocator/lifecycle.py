@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from kvslot.allocator.config import MAX_SPACES
 from kvslot.allocator.errors import BadRequest, EndedHandle, OutOfTurn, UnknownHandle
 from kvslot.allocator.results import UNLIMITED, Space
-from kvslot.allocator.sessions import Group, Life, Session
+from kvslot.allocator.sessions import Group, Life, Range, Session
 from kvslot.allocator.slots import FENCED, PRIVATE, QUARANTINED
 from kvslot.allocator.tables import Tables
 from kvslot.allocator.tree import MOVING_FLAG
@@ -94,8 +95,11 @@ class Lifecycle(Tables):
             for sequence in session.sequences.values():
                 self._settle(sequence, published=False)
 
-    def bye(self, session: Session) -> None:
-        """Ends a session in good order (all steps completed, nothing mapped): everything goes back at once."""
+    def bye(self, session: Session, *, sliced: bool = False) -> None:
+        """Ends a session in good order (all steps completed, nothing mapped): everything goes back.
+
+        At once, or `sliced` with the next calls of `sweep`.
+        """
         if session.life == Life.ENDED:
             raise EndedHandle("the session has ended")
         if session.life:
@@ -106,7 +110,7 @@ class Lifecycle(Tables):
             )
         session.life = Life.GONE
         self._start_sweep(session)
-        while session in self._sweeping:
+        while not sliced and session in self._sweeping:
             self._wipe(session, 1 << 30)
 
     def lose(self, session: Session) -> None:
@@ -125,7 +129,8 @@ class Lifecycle(Tables):
         session.life = Life.LIVE
         if session in self._sweeping:
             self._sweeping.remove(session)
-        self._unquarantine(session)
+        session.marking = None
+        self._bring_back(session, [piece for piece, _ in session.swept.values()])
         self._pass_fences(session)
 
     def gone(self, session: Session) -> None:
@@ -141,6 +146,7 @@ class Lifecycle(Tables):
             for member in members:
                 if member.life == Life.LOST:
                     member.life = Life.GONE
+                    member.marking = None
                     self._start_sweep(member)
 
     def sweep(self, budget: int = 256) -> bool:
@@ -148,7 +154,7 @@ class Lifecycle(Tables):
         while budget > 0 and self._sweeping:
             session = self._sweeping[-1]
             if session.life == Life.LOST:
-                budget -= self._quarantine(session)
+                budget = self._quarantine(session, budget)
             else:
                 budget = self._wipe(session, budget)
         return not self._sweeping
@@ -158,35 +164,58 @@ class Lifecycle(Tables):
         if session not in self._sweeping:
             self._sweeping.append(session)
 
-    def _quarantine(self, session: Session) -> int:
-        """Marks a lost session's private slots; O(its own holdings), once."""
+    def _quarantine(self, session: Session, budget: int) -> int:
+        """Marks a lost session's private and fenced slots, `budget` holdings of it at most; returns what is left."""
+        if session.marking is None:
+            session.marking = self._mark(session)
+        for _ in session.marking:
+            budget -= 1
+            if budget <= 0:
+                return 0
+        session.marking = None
         self._sweeping.remove(session)
-        seen: set[int] = set()
+        return budget - 1
+
+    def _mark(self, session: Session) -> Iterator[None]:
+        """Goes through what a lost session holds, of which nothing changes as long as it is lost."""
+        swept = session.swept
+        shift_all = self.ledger.shift_all
         for sequence in session.sequences.values():
             self._settle(sequence, published=False)
             for piece in (*sequence.own, *(sequence.sources or ())):
-                if id(piece) not in seen:
-                    seen.add(id(piece))
-                    session.swept.append((piece, PRIVATE))
+                if id(piece) not in swept:  # forks share
+                    swept[id(piece)] = (piece, PRIVATE)
+                    shift_all(piece.extents, piece.length, PRIVATE, QUARANTINED)
+            yield
         for _, _, fenced in session.fences:
-            session.swept += ((piece, FENCED) for piece in fenced.ranges)
-        for piece, state in session.swept:
-            self.ledger.shift_all(piece.extents, piece.length, state, QUARANTINED)
-        return len(session.sequences) + len(session.fences) + 1
+            for piece in fenced.ranges:
+                swept[id(piece)] = (piece, FENCED)
+                session.swept_fenced += piece.length
+                shift_all(piece.extents, piece.length, FENCED, QUARANTINED)
+            yield
 
-    def _unquarantine(self, session: Session) -> None:
-        for piece, state in session.swept:
-            self.ledger.shift_all(piece.extents, piece.length, QUARANTINED, state)
-        session.swept = []
+    def _bring_back(self, session: Session, pieces: list[Range]) -> None:
+        """Those of `pieces` that are quarantined are again what they were."""
+        for piece in pieces:
+            _, state = session.swept.pop(id(piece), (piece, QUARANTINED))
+            if state != QUARANTINED:
+                if state == FENCED:
+                    session.swept_fenced -= piece.length
+                self.ledger.shift_all(piece.extents, piece.length, QUARANTINED, state)
 
     def _wipe(self, session: Session, budget: int) -> int:
         """Releases up to `budget` things a session of a gone process held."""
-        self._unquarantine(session)
         while session.sequences and budget > 0:
-            self._end(next(reversed(session.sequences.values())), 0)
+            sequence = next(reversed(session.sequences.values()))
+            if session.swept:
+                self._bring_back(session, [*sequence.own, *(sequence.sources or ())])
+            self._end(sequence, 0)
             budget -= 1
         while session.fences and budget > 0:
-            self._unfence(session, session.fences.pop()[2])
+            fenced = session.fences.pop()[2]
+            if session.swept:
+                self._bring_back(session, fenced.ranges)
+            self._unfence(session, fenced)
             budget -= 1
         while session.pins and budget > 0:
             self.unpin(session, next(reversed(session.pins)))

@@ -16,6 +16,7 @@ all members of the session's group.  A session keeps them in a heap by step.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from enum import IntEnum
 
 import msgspec
@@ -103,6 +104,7 @@ class Session:
         "group",
         "handle",
         "life",
+        "marking",
         "movable",
         "owes",
         "page",
@@ -114,6 +116,7 @@ class Session:
         "stalled",
         "submitted",
         "swept",
+        "swept_fenced",
         "_serial",
     )
 
@@ -139,7 +142,10 @@ class Session:
         self.stalled = False
         self.owes: dict[int, float] = {}  # sequence -> deadline of the Preempt it has not answered
         self.fenced = 0  # slots of `fences`
-        self.swept: list[tuple[Range, int]] = []  # ranges the sweep has quarantined, with the state they had
+        # Ranges the sweep has quarantined, by identity, with the state they had; and how many fenced slots they have.
+        self.swept: dict[int, tuple[Range, int]] = {}
+        self.swept_fenced = 0
+        self.marking: Iterator[None] | None = None  # how far the sweep has come
 
     def passed(self) -> int:
         """The last step that has completed everywhere it must; every step, once the process is gone."""

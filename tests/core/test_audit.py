@@ -116,7 +116,7 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "a fence lost": lambda p: a_session(p).fences.pop(),  # type: ignore[attr-defined]
     "a pin lost": lambda p: next(s for s in p.sessions.values() if s.pins).pins.popitem(),
     "a quota passed": lambda p: setattr(a_session(p), "quota", 1),
-    "a quarantined range lost": lambda p: next(s for s in p.sessions.values() if s.swept).swept.pop(),
+    "a quarantined range lost": lambda p: next(s for s in p.sessions.values() if s.swept).swept.popitem(),
     "what a window holds": lambda p: bump(p.admission.window, "held"),
     "a window forgotten": lambda p: setattr(p.admission, "window", None),
     "whether anybody waits": lambda p: setattr(p.admission, "busy", False),

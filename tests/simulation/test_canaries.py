@@ -99,7 +99,7 @@ CANARIES = [
     C("3.5 tickets end with their session", Admission, "forget_session", "if t.session is session", "if False", test_sessions.test_growth_of_a_lost_session_holds_nobody_back),
     C("3.5 a window's slots are reserved", Admission, "_clear", "window.hold(start, length)", "pass"),
     C("3.5 a window gives way to growth", Admission, "grow", "self.drop_window()", "pass", test_admission.test_window_gives_way_to_growth),
-    C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "(s.stalled or s.life)", "s.life", test_admission.test_stalled_fences_hold_nothing_back),
+    C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "if s.stalled or s.life", "if s.life", test_admission.test_stalled_fences_hold_nothing_back),
     # -- 4.4: leases end by steps
     C("4.4 slots wait for their fence", Pool, "_let_go", "if last <= passed:", "if True:"),
     C("4.4 leases wait for their fence", Pool, "_let_go", "if fence <= passed:", "if fence <= passed or node:"),
@@ -110,7 +110,7 @@ CANARIES = [
     C("4.4 steps only rise", Pool, "progress", "or completed < session.completed", "", test_sessions.test_progress_only_rises),
     C("4.4 a lost session's slots stay", Pool, "lose", "session.life = Life.LOST", "session.life = Life.GONE"),
     C("4.4 a lost session's fences stay", Pool, "_pass_fences", "if session.life:", "if False:"),
-    C("4.4 who returns has everything again", Pool, "resume", "self._unquarantine(session)", "pass"),
+    C("4.4 who returns has everything again", Pool, "resume", "self._bring_back(session, [piece for piece, _ in session.swept.values()])", "pass"),
     C("4.4 not gone while a process of its group lives", Pool, "_all_gone", "if all(member.proven for member in members):", "if True:", test_sessions.test_gone_only_after_lost_and_with_the_group),
     C("4.4 Bye only when all steps have completed", Pool, "bye", "if session.passed() < session.submitted:", "if False:", test_sessions.test_bye_waits_for_all_steps_of_the_group),
     C("4.4 nothing is moved from under a reader", Moves, "finish", "tree.holds[node] == 1", "tree.holds[node] >= 1", test_moves.test_nothing_is_moved_from_under_a_reader),

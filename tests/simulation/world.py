@@ -195,7 +195,7 @@ class World:
         self.now = 0.0
         slots = self.pool.slots
         self.device = SimulatedDevice(
-            Geometry(planes=1, slots=slots, slot_bytes=8), seed=seed, schedule=schedule or Schedule()
+            Geometry(slots=slots, slot_bytes=(8,)), seed=seed, schedule=schedule or Schedule()
         )
         self.mover = self.device.stream(low_priority=True)
         self.memory = self.device.plane(0).cast("Q")
