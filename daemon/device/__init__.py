@@ -9,9 +9,9 @@
     clock             seconds; the only clock the daemon reads for what concerns the device
     close             gives the pool's memory back
 
-The pool of a device is `planes` planes of `slots` slots of `slot_bytes` bytes: one plane a layer and K or V in a
-plane-major layout, one plane in all for an opaque one.  A copy moves the same slots in every plane, so callers name
-slots and never bytes.
+The pool of a device is some planes of `slots` slots each: one plane a layer and K or V in a plane-major layout (and
+one for the scales of each, where there are some), one plane in all for an opaque one.  A slot is as wide as its plane
+says.  A copy moves the same slots in every plane, so callers name slots and never bytes.
 
 A backend does what it is told: the daemon orders copies against each other and against readers.  Whoever breaks a
 precondition gets a `DeviceFault`, which is our own fault and stops the process, or, on a backend that cannot tell,
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import NewType, Protocol, runtime_checkable
 
 import msgspec
@@ -37,15 +38,37 @@ class DeviceFault(AssertionError):
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a pool's memory; `planes * slots * slot_bytes` bytes in all."""
+    """The shape of a pool's memory: planes one behind the other, each from a multiple of `alignment` on.
 
-    planes: int
+        | plane 0: slots * slot_bytes[0] | gap | plane 1: slots * slot_bytes[1] | gap | ...
+
+    Slot n of plane p lies at `offsets[p] + n * slot_bytes[p]`; every gap is shorter than `alignment`.
+    """
+
     slots: int
-    slot_bytes: int
+    slot_bytes: tuple[int, ...]
+    """Of each plane."""
+    alignment: int = 1
+
+    @property
+    def planes(self) -> int:
+        """How many there are."""
+        return len(self.slot_bytes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each plane begins, in bytes from the pool's start."""
+        spans = (self.span(plane) for plane in range(self.planes))
+        return tuple(accumulate(spans, initial=0))[:-1]
 
     @property
     def total_bytes(self) -> int:
-        return self.planes * self.slots * self.slot_bytes
+        """Of the whole pool, gaps included."""
+        return sum(self.span(plane) for plane in range(self.planes))
+
+    def span(self, plane: int) -> int:
+        """Bytes from a plane's start to the next one's."""
+        return -(-self.slots * self.slot_bytes[plane] // self.alignment) * self.alignment
 
 
 class Completion(IntEnum):

@@ -66,7 +66,7 @@ class SimulatedDevice:
         memory_bytes: int = 0,
         generation: int = 1,
     ) -> None:
-        if geometry.planes < 1 or geometry.slots < 1 or geometry.slot_bytes < 1:
+        if geometry.planes < 1 or geometry.slots < 1 or min(geometry.slot_bytes) < 1:
             raise DeviceFault(f"geometry {geometry} is empty")
         self._total = memory_bytes or 2 * geometry.total_bytes
         if geometry.total_bytes > self._total:
@@ -75,7 +75,7 @@ class SimulatedDevice:
         self._random = random.Random(seed)
         self.schedule = schedule or Schedule()
         self._now = 0.0
-        self._planes = [bytearray(geometry.slots * geometry.slot_bytes) for _ in range(geometry.planes)]
+        self._planes = [bytearray(geometry.slots * size) for size in geometry.slot_bytes]
         self._pending: list[_Batch] = []
         self._targets: set[int] = set()
         self._outcomes: dict[int, Completion] = {}
@@ -227,7 +227,7 @@ class SimulatedDevice:
     def write(self, plane: int, slot: int, data: bytes) -> None:
         """Writes whole slots from `slot` on, as a kernel would; a fault where a pending copy writes them."""
         self._must_be_open()
-        size = self._geometry.slot_bytes
+        size = self._geometry.slot_bytes[plane]
         length, rest = divmod(len(data), size)
         if rest:
             raise DeviceFault(f"{len(data)} bytes are no whole slots of {size}")
@@ -244,7 +244,7 @@ class SimulatedDevice:
         self._must_be_inside(slot, length)
         if self._targets and not self._targets.isdisjoint(range(slot, slot + length)):
             raise DeviceFault(f"read of slots {slot}..{slot + length - 1}, some the target of a pending copy")
-        size = self._geometry.slot_bytes
+        size = self._geometry.slot_bytes[plane]
         return bytes(self._planes[plane][slot * size : (slot + length) * size])
 
     def plane(self, plane: int) -> memoryview:
@@ -266,9 +266,8 @@ class SimulatedDevice:
 
     def _land(self, batch: _Batch, index: int) -> None:
         source, target, length = batch.pieces[index]
-        size = self._geometry.slot_bytes
         spoilt = batch.fails and self._random.random() < 0.7
-        for plane in self._planes:
+        for plane, size in zip(self._planes, self._geometry.slot_bytes, strict=True):
             if spoilt:
                 plane[target * size : (target + length) * size] = bytes((SCRIBBLE,)) * (length * size)
             else:

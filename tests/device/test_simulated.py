@@ -10,7 +10,7 @@ LATE = Schedule(latency_min=1.0, latency_max=2.0, notice_max=1.0)
 
 def make(*, seed: int = 0, schedule: Schedule = LATE, planes: int = 2, slots: int = 32) -> SimulatedDevice:
     """A device whose slot n holds n in each of its 4 bytes, plane p adding 100 p."""
-    device = SimulatedDevice(Geometry(planes=planes, slots=slots, slot_bytes=4), seed=seed, schedule=schedule)
+    device = SimulatedDevice(Geometry(slots=slots, slot_bytes=(4,) * planes), seed=seed, schedule=schedule)
     for plane in range(planes):
         for slot in range(slots):
             device.write(plane, slot, bytes((slot + 100 * plane,)) * 4)
@@ -148,4 +148,4 @@ def test_same_seed_same_bytes() -> None:
 def test_pool_larger_than_the_device() -> None:
     """A pool that the device cannot hold is refused at once, with figures."""
     with pytest.raises(DeviceFault, match="1280 bytes on a device of 1000"):
-        SimulatedDevice(Geometry(planes=1, slots=320, slot_bytes=4), memory_bytes=1000)
+        SimulatedDevice(Geometry(slots=320, slot_bytes=(4,)), memory_bytes=1000)
