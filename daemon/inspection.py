@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -40,6 +41,7 @@ ROWS: Final = 256  # of a page, unless the caller wants fewer: about half a mill
 OWNERS: Final = 2048  # nodes of a page of `tree` and `map`, whose columns are cut out as they are
 SEQUENCES: Final = 128  # of a page of `map`: each may lie in many extents
 EXTENTS: Final = 4096  # after which a page of `map` ends
+BEYOND: Final = 1 << 60  # above every cursor, and what a C integer holds
 RUN_BLOCKS: Final = tuple(1 << n for n in range(11))  # lengths of the usable-run index: 1..1024 blocks
 LONG_RUNS: Final = 256  # of one class looked at one by one; there are few beyond 512 cells
 
@@ -128,8 +130,10 @@ def rows(kind: str, view: View, cursor: int = 0, limit: int = 0, *, pool: str = 
     all of them for pools, sessions, frag and config, and the first for namespaces, tickets, tree and map.  Raises
     NotFound for a kind or pool that there is not, BadRequest for a negative cursor.
     """
-    if cursor < 0 or limit < 0:
-        raise BadRequest(f"cursor {cursor}, limit {limit}: neither is negative")
+    if not 0 <= cursor < BEYOND or limit < 0:
+        raise BadRequest(
+            f"cursor {cursor}, limit {limit}: no page ends with such a cursor, or asks for so many"
+        )
     if kind in _PAGED:
         return _PAGED[kind](_pool(view, pool), cursor, limit)
     try:
@@ -209,18 +213,23 @@ def _pool_row(view: PoolView) -> Row:
     return row
 
 
+_HANDLE_BITS: Final = 48
+
+
 def _sessions(view: View, cursor: int, limit: int, pool: str) -> Page:
-    """By handle, so that a session that ends between two pages hides no other."""
+    """By pool and handle, so that a session that ends between two pages hides no other."""
     found = sorted(
         (
-            each
+            (place << _HANDLE_BITS | each.session.handle, each)
+            for place, hosted in enumerate(view.pools.values())
             for each in view.members
-            if each.session.handle > cursor and (not pool or each.hosted.name == pool)
+            if each.hosted is hosted and (not pool or hosted.name == pool)
         ),
-        key=lambda each: each.session.handle,
+        key=itemgetter(0),
     )
-    page = [_session(view, each) for each in found[:limit]]
-    return page, page[-1]["session"] if len(found) > limit else 0
+    rest = found[bisect_right(found, cursor, key=itemgetter(0)) :]
+    page = [_session(view, each) for _, each in rest[:limit]]
+    return page, rest[limit - 1][0] if len(rest) > limit else 0
 
 
 def _session(view: View, member: MemberView) -> Row:
@@ -435,26 +444,27 @@ def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.i
 
 # -- the map: by owners -----------------------------------------------------------------------------------------------
 #
-#     cursor = place << 3 | stage       stage 0  nodes        place: the next node's number
+#     cursor = stage << 56 | place      stage 0  nodes        place: the next node's number
 #                                             1  sequences    the last handle listed
 #                                             2  fences       position of the session << 24 | of its fence
 #                                             3  others       padding, moves, the window: stretch of the window
 
 _STAGES: Final = 4
+_STAGE_SHIFT: Final = 56
 _FENCE_BITS: Final = 24
 
 
 def _map(view: PoolView, cursor: int, limit: int) -> Page:
     core = view.core
-    stage, place = cursor & 7, cursor >> 3
+    stage, place = cursor >> _STAGE_SHIFT, cursor & ((1 << _STAGE_SHIFT) - 1)
     if stage >= _STAGES:
         raise BadRequest(f"cursor {cursor} is none that a page of the map ended with")
     found: dict[str, list[int]] = {}
     place = (_map_nodes, _map_sequences, _map_fences, _map_others)[stage](core, place, limit, found)
     if place:
-        cursor = place << 3 | stage
+        cursor = stage << _STAGE_SHIFT | place
     else:
-        cursor = stage + 1 if stage + 1 < _STAGES else 0
+        cursor = stage + 1 << _STAGE_SHIFT if stage + 1 < _STAGES else 0
     return [{"state": state, "extents": extents} for state, extents in found.items() if extents], cursor
 
 
