@@ -39,6 +39,7 @@ Page = tuple[list[Row], int]
 
 ROWS: Final = 256  # of a page, unless the caller wants fewer: about half a millisecond
 OWNERS: Final = 2048  # nodes of a page of `tree` and `map`, whose columns are cut out as they are
+NUMBERS: Final = 16384  # of nodes that such a page looks through: up to 16 in 16 are not in use
 SEQUENCES: Final = 128  # of a page of `map`: each may lie in many extents
 EXTENTS: Final = 4096  # after which a page of `map` ends
 BEYOND: Final = 1 << 60  # above every cursor, and what a C integer holds
@@ -405,13 +406,24 @@ def _tickets(view: PoolView, cursor: int, limit: int) -> Page:
     return page, cursor + limit if cursor + limit < waiting else 0
 
 
+def _live(core: Core, cursor: int, limit: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+    """The nodes of a page that begins with number `cursor`, less the cursor; where it stops; and the next cursor."""
+    tree = core.tree
+    end = len(tree.keys)
+    stop = min(cursor + NUMBERS, end)
+    most = min(limit or OWNERS, OWNERS)
+    (live,) = _column(tree.parent, cursor, stop).nonzero()  # roots have no parent, and no tokens
+    if len(live) > most:
+        live = live[:most]
+        stop = cursor + int(live[-1]) + 1
+    return live, stop, stop if stop < end else 0
+
+
 def _tree(view: PoolView, cursor: int, limit: int) -> Page:
-    """Nodes by number: `limit` numbers a page, of which those in use are listed.  The cursor is the next number."""
+    """Nodes by number; the cursor is the next one to look at."""
     core = view.core
     tree = core.tree
-    stop = min(cursor + min(limit or OWNERS, OWNERS), len(tree.keys))
-    parent = _column(tree.parent, cursor, stop)
-    (live,) = parent.nonzero()  # roots have no parent, and no tokens
+    live, stop, following = _live(core, cursor, limit)
     length = _column(tree.length, cursor, stop)[live]
     slot = _column(tree.slot, cursor, stop)[live]
     extents = 1 + (_column(tree.head, cursor, stop)[live] != length)
@@ -423,7 +435,7 @@ def _tree(view: PoolView, cursor: int, limit: int) -> Page:
         page.append(
             {
                 "node": nodes.tolist(),
-                "parent": parent[live].tolist(),
+                "parent": _column(tree.parent, cursor, stop)[live].tolist(),
                 "depth": _column(tree.depth, cursor, stop)[live].tolist(),
                 "tokens": length.tolist(),
                 "extents": extents.tolist(),
@@ -434,7 +446,7 @@ def _tree(view: PoolView, cursor: int, limit: int) -> Page:
                 "priority": np.frombuffer(tree.priority[cursor:stop], dtype=np.int8)[live].tolist(),
             }
         )
-    return page, stop if stop < len(tree.keys) else 0
+    return page, following
 
 
 def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -470,8 +482,7 @@ def _map(view: PoolView, cursor: int, limit: int) -> Page:
 
 def _map_nodes(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
     tree = core.tree
-    stop = min(place + min(limit or OWNERS, OWNERS), len(tree.keys))
-    (live,) = _column(tree.parent, place, stop).nonzero()
+    live, stop, following = _live(core, place, limit)
     length = _column(tree.length, place, stop)[live]
     slot = _column(tree.slot, place, stop)[live]
     head = _column(tree.head, place, stop)[live]
@@ -486,7 +497,7 @@ def _map_nodes(core: Core, place: int, limit: int, found: dict[str, list[int]]) 
         for at in (these & ~simple).nonzero()[0].tolist():
             out += tree.scattered[place + int(live[at])]
         found[state] = out
-    return stop if stop < len(tree.keys) else 0
+    return following
 
 
 def _map_sequences(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
