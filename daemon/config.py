@@ -1,0 +1,907 @@
+"""Settings: one TOML file, the environment above it, flags above both; checked whole before anything is made.
+
+    kvslot.toml        socket = "..."                      [[pool]]  name = "chat"  size = "8GiB"  ...
+    environment        KVSLOT_SOCKET                       KVSLOT_POOL_SIZE       (of the only pool)
+    flags              --socket                            --pool-size            (of the only pool)
+
+Each setting is a field here with a `Rule`: what it means, its unit, its range, and what to do about a wrong value.  The
+file, the environment, `--check-config` and the documentation all read the rules, so there is one place for each fact.
+
+Every problem is found, not only the first: `ConfigError` lists them, each with where it stands (file, table), key,
+value, what is allowed, and the remedy.  Times end in their unit (`_seconds`, `_ms`, `_us`); sizes are bytes, as a
+number or as text: "512MiB", "8GiB" (1024s), "8GB" (1000s).  Paths in the file are taken from the file's folder on,
+those in the environment and in flags from the working folder.
+
+A pool is `[[pool]]` with its memory (`size` or `blocks`) and what a slot holds: one of `model_config` (a Hugging Face
+config.json, or its folder), `layout` (a table), `opaque_block_bytes`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import grp
+import json
+import os
+import pwd
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from kvslot.allocator import EVICTIONS, BadRequest, PoolConfig
+from kvslot.allocator.config import MAX_BLOCK_SIZE, MAX_SLOTS, check_config
+from kvslot.daemon import layout as layouts
+from kvslot.daemon.device import MemoryInformation
+from kvslot.daemon.device.memory import available, size_text
+from kvslot.daemon.layout import Layout, LayoutError
+
+PREFIX: Final = "KVSLOT_"
+POOL_PREFIX: Final = "KVSLOT_POOL_"
+FILE_BYTES_MAX: Final = 1 << 20
+"""A configuration beyond that is some other file."""
+SOCKET_PATH_MAX: Final = 107
+"""Bytes; what the kernel's sockaddr_un holds, less its last zero."""
+POOLS_MAX: Final = 64
+SIZE_MAX: Final = 1 << 46
+"""Bytes; 64 TiB, beyond what a machine has and within what a mapping can be."""
+
+Kind = Literal["text", "whole", "real", "flag", "size", "mode", "users", "groups", "choice", "path", "layout"]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """What a setting may be, and what to tell whoever set it otherwise."""
+
+    kind: Kind
+    text: str
+    """What it is, for people."""
+    unit: str = ""
+    low: float = 0
+    high: float = 0
+    choices: tuple[str, ...] = ()
+    remedy: str = ""
+
+    def allowed(self) -> str:
+        """The range in words."""
+        match self.kind:
+            case "choice":
+                return "one of " + ", ".join(repr(each) for each in self.choices)
+            case "flag":
+                return "true or false"
+            case "whole" | "real":
+                what = "whole numbers from" if self.kind == "whole" else "from"
+                unit = f" {self.unit}" if self.unit else ""
+                return f"{what} {_number_text(self.low)} to {_number_text(self.high)}{unit}"
+            case "size":
+                low = f"{self.low:.0f}" if self.low < 1024 else size_text(int(self.low))
+                return f'{low} to {size_text(int(self.high))}, in bytes or as "512MiB", "8GiB"'
+            case "mode":
+                return "permission bits from 0 to 0o777"
+            case "users":
+                return "a list of user ids or names"
+            case "groups":
+                return "a list of group ids or names"
+            case "layout":
+                return "a table"
+            case _:
+                return f"text of up to {self.high:.0f} characters"
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; `problems` says why, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+_CORE: Final = PoolConfig(blocks=2)
+"""The core's own defaults, which are the daemon's."""
+
+
+class LayoutTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`layout`: K and V of a model by its numbers.  Either `kv_heads` and `head_dim`, or `latent`."""
+
+    layers: Annotated[int, Rule("whole", "layers with K and V of their own", "", 1, 4096)] = 0
+    kv_heads: Annotated[int, Rule("whole", "KV heads of each layer", "", 0, 4096)] = 0
+    head_dim: Annotated[int, Rule("whole", "width of a head's K", "values", 0, 65536)] = 0
+    value_dim: Annotated[int, Rule("whole", "width of a head's V; 0: as K", "values", 0, 65536)] = 0
+    latent: Annotated[
+        int, Rule("whole", "width of an MLA layer's latent, rope part included", "values", 0, 65536)
+    ] = 0
+    dtype: Annotated[str, Rule("text", "bfloat16, float16, float32, fp8, ...", high=32)] = ""
+    model: Annotated[str, Rule("text", "a name, for people", high=128)] = ""
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[pool]]`."""
+
+    name: Annotated[str, Rule("text", "what clients ask for", high=64)] = "default"
+    size: Annotated[
+        int,
+        Rule("size", "memory of the pool, padding included; or give blocks", "bytes", 4096, SIZE_MAX),
+    ] = 0
+    blocks: Annotated[
+        int,
+        Rule("whole", "memory of the pool in blocks, padding included; or give size", "blocks", 2, MAX_SLOTS),
+    ] = 0
+    block_size: Annotated[int, Rule("whole", "slots of a block", "slots", 1, MAX_BLOCK_SIZE)] = 16
+    model_config: Annotated[
+        str,
+        Rule(
+            "path", "a model's Hugging Face config.json, or its folder; from this file's folder on", high=4096
+        ),
+    ] = ""
+    layout: Annotated[LayoutTable | None, Rule("layout", "K and V of a model by its numbers")] = None
+    opaque_block_bytes: Annotated[
+        int,
+        Rule(
+            "size",
+            "bytes of a block whose inside is the engine's own affair",
+            "bytes",
+            1,
+            layouts.SLOT_BYTES_MAX,
+        ),
+    ] = 0
+    dtype: Annotated[
+        str, Rule("text", "of K and V: bfloat16, float16, float32, fp8, ...; empty: the model's own", high=32)
+    ] = ""
+    scales: Annotated[
+        bool,
+        Rule("flag", "fp8: a float32 scale for each KV head of each token; false: kernels use one for all"),
+    ] = True
+    windowed: Annotated[
+        bool | None,
+        Rule(
+            "flag",
+            "every layer has a sliding window, so sequences may forget their front; unset: as the model says",
+        ),
+    ] = None
+    quota: Annotated[int, Rule("whole", "most slots a session may hold; 0: all", "slots", 0, MAX_SLOTS)] = 0
+    quantum: Annotated[
+        int,
+        Rule(
+            "whole",
+            "slots of a growth run; 0: 32 or a block, whichever is smaller",
+            "slots",
+            0,
+            MAX_BLOCK_SIZE,
+        ),
+    ] = _CORE.quantum
+    append: Annotated[
+        str, Rule("choice", "how a sequence goes on after a shared partial slot", choices=("chain", "peel"))
+    ] = _CORE.append
+    peel_max: Annotated[
+        int, Rule("whole", "most tokens copied to keep a tail contiguous", "tokens", 0, MAX_BLOCK_SIZE)
+    ] = _CORE.peel_max
+    eviction: Annotated[
+        str, Rule("choice", "which cached prefixes go first", choices=tuple(sorted(EVICTIONS)))
+    ] = _CORE.eviction
+    watermark: Annotated[
+        float, Rule("real", "share of the slots kept back from new requests", "", 0, 0.9)
+    ] = _CORE.watermark
+    headroom: Annotated[float, Rule("real", "share of the slots that eviction keeps free", "", 0, 0.5)] = (
+        _CORE.headroom
+    )
+    pin_share: Annotated[float, Rule("real", "most of the slots that pins may keep", "", 0, 1)] = (
+        _CORE.pin_share
+    )
+    fence_patience_ms: Annotated[
+        int, Rule("whole", "how long memory that is coming free holds eviction back", "ms", 0, 60_000)
+    ] = round(_CORE.fence_patience * 1000)
+    ticket_grace_ms: Annotated[
+        int, Rule("whole", "how long a ticket keeps its place after its turn came", "ms", 1, 600_000)
+    ] = round(_CORE.ticket_grace * 1000)
+    preempt_deadline_ms: Annotated[
+        int, Rule("whole", "how long a victim has to answer Preempt", "ms", 1, 600_000)
+    ] = round(_CORE.preempt_deadline * 1000)
+    reclaim_patience_ms: Annotated[
+        int,
+        Rule(
+            "whole",
+            "how long sessions have to give back spare runs before a victim is named",
+            "ms",
+            0,
+            60_000,
+        ),
+    ] = round(_CORE.reclaim_patience * 1000)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that the daemon is told.  What `load` returns has been checked, and has every default filled in."""
+
+    socket: Annotated[
+        str,
+        Rule(
+            "path",
+            "the Unix socket to listen on; default: /run/kvslot/kvslot.sock for root, else "
+            "$XDG_RUNTIME_DIR/kvslot/kvslot.sock",
+            high=4096,
+        ),
+    ] = ""
+    socket_mode: Annotated[int, Rule("mode", "permissions of the socket", high=0o777)] = 0o660
+    socket_group: Annotated[str, Rule("text", "group of the socket; empty: the daemon's", high=64)] = ""
+    control_uids: Annotated[
+        tuple[int, ...], Rule("users", "who may use control verbs, beside root and the daemon's own user")
+    ] = ()
+    control_gids: Annotated[tuple[int, ...], Rule("groups", "groups that may use control verbs")] = ()
+    sessions_max: Annotated[int, Rule("whole", "sessions at a time", "sessions", 1, 65536)] = 256
+    sequences_max: Annotated[
+        int, Rule("whole", "running sequences of one session", "sequences", 1, 1 << 20)
+    ] = 65536
+    batch_max: Annotated[int, Rule("whole", "verbs in one Batch", "verbs", 1, 65536)] = 4096
+    frame_bytes: Annotated[
+        int, Rule("size", "most of one frame that a client sends", "bytes", 4096, 256 << 20)
+    ] = 8 << 20
+    reply_bytes: Annotated[
+        int,
+        Rule(
+            "size",
+            "replies a client may leave unread before the daemon reads no further",
+            "bytes",
+            4096,
+            1 << 30,
+        ),
+    ] = 1 << 20
+    reply_seconds: Annotated[
+        float, Rule("real", "how long it may leave those unread before it is dropped", "seconds", 0.1, 3600)
+    ] = 10.0
+    idle_hello_seconds: Annotated[
+        float, Rule("real", "how long a connection may say nothing before its Hello", "seconds", 0.1, 3600)
+    ] = 10.0
+    stall_seconds: Annotated[
+        float,
+        Rule(
+            "real",
+            "how long a submitted step may take before its session counts as stalled",
+            "seconds",
+            0.01,
+            3600,
+        ),
+    ] = 5.0
+    drain_seconds: Annotated[
+        float, Rule("real", "how long SIGTERM waits for sessions to end", "seconds", 0, 3600)
+    ] = 20.0
+    slice_us: Annotated[
+        int, Rule("whole", "most that background work takes at a time", "us", 50, 100_000)
+    ] = 500
+    prefault: Annotated[bool, Rule("flag", "all memory is taken at start, not when it is first touched")] = (
+        True
+    )
+    log_format: Annotated[
+        str,
+        Rule("choice", "auto: console on a terminal, else JSON lines", choices=("auto", "json", "console")),
+    ] = "auto"
+    log_level: Annotated[
+        str, Rule("choice", "the least that is logged", choices=("debug", "info", "warning", "error"))
+    ] = "info"
+    pools: tuple[PoolSettings, ...] = ()
+
+
+class Effective(msgspec.Struct, frozen=True):
+    """Settings, and where each came from."""
+
+    settings: Settings
+    origins: dict[str, str]
+    """"socket", "pool.chat.size" -> "default", "environment KVSLOT_SOCKET", "kvslot.toml", "flag"."""
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Value(NamedTuple):
+    """What was given, where, and the folder from which paths in it are taken."""
+
+    value: object
+    where: str
+    base: Path
+
+
+def load(
+    path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings that hold; ConfigError, with every problem, where they cannot be used.
+
+    `overrides` are flags by setting: {"socket": ..., "pool_size": ...}; None counts as not given.
+    """
+    return read(path, environ, overrides).settings
+
+
+def read(
+    path: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Effective:
+    """As `load`, with where each value came from."""
+    environ = os.environ if environ is None else environ
+    problems: list[str] = []
+    given: dict[str, Value] = {}
+    pools: list[dict[str, Value]] = []
+    file = Path(path) if path is not None else None
+    if file is not None:
+        _from_file(file, given, pools, problems)
+    _from_outside(_environment(environ), given, pools, problems)
+    _from_outside(_flags(overrides or {}), given, pools, problems)
+
+    origins: dict[str, str] = {}
+    values = _convert(given, SETTINGS, "", origins, "", problems)
+    if not values.get("socket"):
+        try:
+            values["socket"] = default_socket(environ)
+        except ConfigError as error:
+            problems += error.problems
+    made = []
+    for index, table in enumerate(pools):
+        where = f"pool[{index}]"
+        label = f"pool.{table['name'].value if 'name' in table else 'default'}."
+        fields = _convert(table, POOL, f"{where} ", origins, label, problems)
+        made.append(PoolSettings(**fields))
+    if not problems:
+        _check_pools(made, pools, problems)
+    settings = Settings(**values, pools=tuple(made))
+    if not problems:
+        _check_settings(settings, given, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Effective(settings, origins)
+
+
+def default_socket(environ: Mapping[str, str]) -> str:
+    """Where daemon and clients meet unless told otherwise."""
+    if os.geteuid() == 0:
+        return "/run/kvslot/kvslot.sock"
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if not runtime:
+        raise ConfigError(
+            [
+                "socket: XDG_RUNTIME_DIR is not set, so there is no place for it: give --socket PATH or KVSLOT_SOCKET"
+            ]
+        )
+    return str(Path(runtime) / "kvslot" / "kvslot.sock")
+
+
+def _from_file(
+    file: Path, given: dict[str, Value], pools: list[dict[str, Value]], problems: list[str]
+) -> None:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError(
+                [f"{file}: more than {size_text(FILE_BYTES_MAX)}: this is no configuration of kvslotd"]
+            )
+        tree = tomllib.loads(content.decode())
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: not TOML: {error}"]) from None
+    tables = tree.pop("pool", [])
+    if isinstance(tables, dict):
+        tables = [tables]
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        problems.append(f"{file}: pool is no table: write [[pool]] and its settings below it")
+        tables = []
+    if len(tables) > POOLS_MAX:
+        problems.append(f"{file}: {len(tables)} pools: up to {POOLS_MAX} are allowed")
+    where, base = str(file), file.absolute().parent
+    given.update({key: Value(value, where, base) for key, value in tree.items()})
+    pools += [{key: Value(value, where, base) for key, value in table.items()} for table in tables]
+
+
+def _environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    """(setting, text, where) of the variables that are settings; other KVSLOT_ ones may be somebody else's."""
+    found: list[tuple[str, object, str]] = []
+    for name in sorted(environ):
+        key = name.removeprefix(PREFIX).lower() if name.startswith(PREFIX) else ""
+        if key in SETTINGS or (key.startswith("pool_") and key.removeprefix("pool_") in POOL):
+            found.append((key, environ[name], f"environment {name}"))
+    return found
+
+
+def strays(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like ours and are none of the settings, each with the nearest name: worth a warning."""
+    known = [PREFIX + key.upper() for key in SETTINGS] + [POOL_PREFIX + key.upper() for key in POOL]
+    found = []
+    for name in sorted(environ):
+        near = difflib.get_close_matches(name, known, 1, 0.85) if name.startswith(PREFIX) else []
+        if near and name not in known:
+            found.append(f"{name} is not a setting: {near[0]} is")
+    return found
+
+
+def _flags(overrides: Mapping[str, object]) -> list[tuple[str, object, str]]:
+    found = [
+        (key, value, f"flag --{key.replace('_', '-')}")
+        for key, value in overrides.items()
+        if value is not None
+    ]
+    for key, _, _ in found:
+        assert key in SETTINGS or key.removeprefix("pool_") in POOL, f"no setting {key}"
+    return found
+
+
+def _from_outside(
+    found: list[tuple[str, object, str]],
+    given: dict[str, Value],
+    pools: list[dict[str, Value]],
+    problems: list[str],
+) -> None:
+    """Puts variables or flags over what is there."""
+    for key, value, where in found:
+        if key in SETTINGS:
+            given[key] = Value(value, where, Path.cwd())
+            continue
+        if len(pools) > 1:
+            problems.append(
+                f"{where} = {value!r}: there are {len(pools)} pools, so it is not clear which one: set it in the file"
+            )
+            continue
+        if not pools:
+            pools.append({})
+        field = key.removeprefix("pool_")
+        # Size and blocks say the same, and so do the three descriptions of a slot: the later one stands alone.
+        for group in _ONE_OF:
+            if field in group:
+                for each in group:
+                    pools[0].pop(each, None)
+        pools[0][field] = Value(value, where, Path.cwd())
+
+
+_ONE_OF: Final = (("size", "blocks"), ("model_config", "layout", "opaque_block_bytes"))
+
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+
+def _rules_of(struct: type[msgspec.Struct]) -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for name, hint in typing.get_type_hints(struct, include_extras=True).items():
+        for each in getattr(hint, "__metadata__", ()):
+            if isinstance(each, Rule):
+                rules[name] = each
+    return rules
+
+
+SETTINGS: Final = _rules_of(Settings)
+POOL: Final = _rules_of(PoolSettings)
+LAYOUT: Final = _rules_of(LayoutTable)
+
+
+def _convert(
+    given: Mapping[str, Value],
+    rules: Mapping[str, Rule],
+    where: str,
+    origins: dict[str, str],
+    label: str,
+    problems: list[str],
+) -> dict[str, Any]:
+    """The values of one table, as the settings have them; what is wrong goes to `problems`."""
+    values: dict[str, Any] = {}
+    for key, (value, source, base) in given.items():
+        rule = rules.get(key)
+        at = f"{source}: {where}{key}"
+        if rule is None:
+            problems.append(f"{at} is not a setting{_near(key, rules)}")
+            continue
+        try:
+            values[key] = _value(rule, value, base, at)
+        except _Wrong as wrong:
+            shown = _shown(value)
+            problems.append(
+                f"{at} = {shown}: {wrong.reason or 'not allowed'}; allowed: {rule.allowed()}{wrong.remedy}"
+            )
+            continue
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        origins[label + key] = source
+    return values
+
+
+class _Wrong(Exception):
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = f"; {remedy}" if remedy else ""
+
+
+_TRUE: Final = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
+
+
+def _value(rule: Rule, value: object, base: Path, at: str) -> object:
+    match rule.kind:
+        case "flag":
+            if isinstance(value, str) and value.strip().lower() in _TRUE:
+                return _TRUE[value.strip().lower()]
+            if not isinstance(value, bool):
+                raise _Wrong("neither true nor false")
+            return value
+        case "whole":
+            return _ranged(rule, _integer(value))
+        case "size":
+            return _ranged(rule, parse_size(value))
+        case "real":
+            return _ranged(rule, _real(value))
+        case "mode":
+            return _mode(value)
+        case "users":
+            return _ids(value, lambda name: pwd.getpwnam(name).pw_uid, "user")
+        case "groups":
+            return _ids(value, lambda name: grp.getgrnam(name).gr_gid, "group")
+        case "choice":
+            if value not in rule.choices:
+                near = difflib.get_close_matches(str(value), rule.choices, 1)
+                raise _Wrong("unknown", f"did you mean {near[0]!r}?" if near else "")
+            return value
+        case "layout":
+            if not isinstance(value, dict):
+                raise _Wrong(
+                    "no table", "write layout = { layers = 32, kv_heads = 8, head_dim = 128, dtype = 'bf16' }"
+                )
+            return _layout_table(value, base, at)
+        case _:
+            if not isinstance(value, str):
+                raise _Wrong("no text", "put it in quotes")
+            if len(value) > rule.high:
+                raise _Wrong(f"{len(value)} characters")
+            if "\0" in value or (rule.kind == "text" and not value.isprintable()):
+                raise _Wrong("has characters that cannot be shown")
+            return str(base / Path(value).expanduser()) if rule.kind == "path" and value else value
+
+
+def _layout_table(value: dict[str, object], base: Path, at: str) -> LayoutTable:
+    problems: list[str] = []
+    source, _, where = at.partition(": ")
+    given = {key: Value(each, source, base) for key, each in value.items()}
+    fields = _convert(given, LAYOUT, f"{where}.", {}, "", problems)
+    if problems:
+        raise ConfigError(problems)
+    return LayoutTable(**fields)
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value.strip().replace("_", ""), 0)
+        except ValueError:
+            raise _Wrong("no whole number") from None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _Wrong("no whole number")
+    return value
+
+
+def _real(value: object) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise _Wrong("no number") from None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _Wrong("no number")
+    return float(value)
+
+
+def _ranged(rule: Rule, number: Any) -> Any:
+    if not rule.low <= number <= rule.high:  # also what is no number at all
+        raise _Wrong("out of range", rule.remedy)
+    return number
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from a number or from text such as "512MiB", "1.5 GiB", "8GB" (1000s); raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _Wrong("no size")
+    if isinstance(value, int):
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None or (found[3] and not found[2]):
+        raise _Wrong("no size", 'write a number of bytes, or "512MiB", "8GiB"')
+    power = " kmgt".index(found[2].lower() or " ")
+    # "8G" is what people write for 8 GiB; only "8GB" says 1000s outright.
+    unit = 1000 if found[4] and not found[3] else 1024
+    scale: int = unit**power
+    return round(float(found[1]) * scale) if "." in found[1] else int(found[1]) * scale
+
+
+def _mode(value: object) -> int:
+    if isinstance(value, str):
+        text = value.strip().removeprefix("0o")
+        if not re.fullmatch("[0-7]{1,4}", text):
+            raise _Wrong("no permission bits", 'write 0o660 or "0660"')
+        value = int(text, 8)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _Wrong("no permission bits", "write 0o660")
+    if not 0 <= value <= 0o777:
+        near = f"0o{value}" if re.fullmatch("[0-7]{3}", str(value)) else "0o660"
+        raise _Wrong("out of range", f"permission bits are octal: write {near}")
+    if value & 0o600 != 0o600:
+        raise _Wrong("the daemon's own user could not connect", "write 0o660")
+    return value
+
+
+def _ids(value: object, look_up: Callable[[str], int], what: str) -> tuple[int, ...]:
+    if isinstance(value, str):
+        value = [each.strip() for each in value.split(",") if each.strip()]
+    if not isinstance(value, list | tuple):
+        raise _Wrong("no list")
+    found = []
+    for each in value:
+        if isinstance(each, str) and not each.isdigit():
+            try:
+                found.append(look_up(each))
+            except KeyError:
+                raise _Wrong(f"there is no {what} {each!r} on this machine") from None
+        elif isinstance(each, bool) or not isinstance(each, int | str) or not 0 <= int(each) < 2**32 - 1:
+            raise _Wrong(f"{each!r} is no id")
+        else:
+            found.append(int(each))
+    return tuple(found)
+
+
+def _check_settings(settings: Settings, given: Mapping[str, Value], problems: list[str]) -> None:
+    """What concerns more than one value, or the machine."""
+    length = len(os.fsencode(settings.socket))
+    if length > SOCKET_PATH_MAX:
+        source = given["socket"].where if "socket" in given else "default"
+        problems.append(
+            f"{source}: socket = {settings.socket!r}: {length} bytes, and the kernel takes paths of up to "
+            f"{SOCKET_PATH_MAX}; choose a shorter one"
+        )
+    if settings.socket_group:
+        try:
+            group_id(settings.socket_group)
+        except KeyError:
+            problems.append(
+                f"{given['socket_group'].where}: socket_group = {settings.socket_group!r}: there is no such group on this "
+                "machine; create it (groupadd), or leave it out"
+            )
+
+
+def group_id(name: str) -> int:
+    """Of a group by name or number; raises KeyError."""
+    return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
+
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _check_pools(made: list[PoolSettings], given: list[dict[str, Value]], problems: list[str]) -> None:
+    names: set[str] = set()
+    for index, (pool, table) in enumerate(zip(made, given, strict=True)):
+        source = next((each.where for each in table.values()), "default")
+        at = f"{source}: pool[{index}] {pool.name!r}"
+        if not _NAME.fullmatch(pool.name):
+            problems.append(
+                f"{at}: name: letters, digits, '.', '_' and '-' are allowed, the first a letter or digit"
+            )
+        if pool.name in names:
+            problems.append(f"{at}: name: another pool is called so; give each its own")
+        names.add(pool.name)
+        if bool(pool.size) == bool(pool.blocks):
+            which = "both size and blocks are given" if pool.size else "neither size nor blocks is given"
+            problems.append(f'{at}: {which}; write one of them, say size = "8GiB"')
+        said = [key for key in _ONE_OF[1] if getattr(pool, key)]
+        if len(said) != 1:
+            which = f"{' and '.join(said)} are given" if said else "what a slot holds is not given"
+            problems.append(f"{at}: {which}; write one of model_config, layout, opaque_block_bytes")
+        if problems:
+            continue
+        try:
+            pool_config(pool, pool_layout(pool))
+        except ConfigError as error:
+            problems += [f"{at}: {each}" for each in error.problems]
+
+
+# -- what a pool comes to ---------------------------------------------------------------------------------------------
+
+
+def pool_layout(pool: PoolSettings) -> Layout:
+    """What a slot of the pool holds; reads the model's config.json where that is named.  Raises ConfigError."""
+    try:
+        if pool.opaque_block_bytes:
+            if pool.dtype:
+                raise LayoutError(f"dtype = {pool.dtype!r}: opaque blocks have none; leave it out")
+            return layouts.opaque(pool.opaque_block_bytes, pool.block_size)
+        if pool.layout is not None:
+            return _layout_by_hand(pool, pool.layout)
+        config = model_config(Path(pool.model_config))
+        try:
+            return layouts.from_model_config(config, pool.dtype, scales=pool.scales)
+        except LayoutError as error:
+            raise ConfigError([f"model_config = {pool.model_config!r}: {error}"]) from None
+    except LayoutError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _layout_by_hand(pool: PoolSettings, table: LayoutTable) -> Layout:
+    dtype = pool.dtype or table.dtype
+    if pool.dtype and table.dtype and layouts.dtype_of(pool.dtype) != layouts.dtype_of(table.dtype):
+        raise LayoutError(
+            f"dtype is {pool.dtype!r} beside layout and {table.dtype!r} in it; write one of them"
+        )
+    if not dtype:
+        raise LayoutError("layout has no dtype: add dtype = 'bfloat16', say")
+    windowed = bool(pool.windowed)
+    if bool(table.latent) == bool(table.kv_heads or table.head_dim):
+        raise LayoutError("layout: give either kv_heads and head_dim, or latent")
+    if table.latent:
+        return layouts.latent(
+            table.layers, table.latent, dtype, scales=pool.scales, model=table.model, windowed=windowed
+        )
+    return layouts.plain(
+        table.layers,
+        table.kv_heads,
+        table.head_dim,
+        dtype,
+        value_dim=table.value_dim,
+        scales=pool.scales,
+        model=table.model,
+        windowed=windowed,
+    )
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """The content of a model's config.json, which `path` is, or is the folder of.  Raises ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    said = f"model_config = {str(path)!r}"
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ConfigError([f"{said}: more than {size_text(FILE_BYTES_MAX)}: this is no config.json"])
+        config = json.loads(content)
+    except OSError as error:
+        raise ConfigError([f"{said}: cannot be read: {error.strerror}"]) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{said}: not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise ConfigError([f"{said}: holds no JSON object"])
+    return config
+
+
+def pool_config(pool: PoolSettings, layout: Layout) -> PoolConfig:
+    """The core's configuration of a pool.  Raises ConfigError where the two do not go together."""
+    blocks = pool.blocks or layout.slots_within(pool.size, pool.block_size) // pool.block_size
+    block_bytes = layout.slot_bytes * pool.block_size
+    least = 2 if pool.block_size > 1 else 3
+    if blocks < least:
+        if pool.blocks:
+            raise ConfigError([f"blocks = {blocks}: a pool needs {least}, padding included"])
+        enough = size_text(layout.size_bytes(least * pool.block_size))
+        said = f"size = {size_text(pool.size)} is {blocks} blocks of {size_text(block_bytes)}"
+        raise ConfigError([f"{said}, and a pool needs {least}, padding included: give at least {enough}"])
+    config = PoolConfig(
+        blocks=blocks,
+        block_size=pool.block_size,
+        opaque=layout.granularity == "opaque",
+        windowed=layout.windowed if pool.windowed is None else pool.windowed,
+        watermark=pool.watermark,
+        headroom=pool.headroom,
+        eviction=pool.eviction,
+        quantum=pool.quantum,
+        fence_patience=pool.fence_patience_ms / 1000,
+        ticket_grace=pool.ticket_grace_ms / 1000,
+        preempt_deadline=pool.preempt_deadline_ms / 1000,
+        reclaim_patience=pool.reclaim_patience_ms / 1000,
+        pin_share=pool.pin_share,
+        peel_max=pool.peel_max,
+        append=pool.append,
+    )
+    try:
+        check_config(config)
+    except BadRequest as error:
+        raise ConfigError([str(error)]) from None
+    return config
+
+
+class PoolSum(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool comes to."""
+
+    name: str
+    model: str
+    granularity: str
+    fingerprint: str
+    planes: int
+    slot_bytes: int
+    """Bytes per token, in all planes."""
+    block_size: int
+    blocks: int
+    slots: int
+    """Padding included."""
+    usable: int
+    size_bytes: int
+    windowed: bool
+
+
+def pool_sum(pool: PoolSettings) -> PoolSum:
+    """What a pool comes to, without making it."""
+    layout = pool_layout(pool)
+    config = pool_config(pool, layout)
+    slots = config.blocks * config.block_size
+    return PoolSum(
+        name=pool.name,
+        model=layout.model,
+        granularity=layout.granularity,
+        fingerprint=layout.fingerprint,
+        planes=len(layout.planes),
+        slot_bytes=layout.slot_bytes,
+        block_size=config.block_size,
+        blocks=config.blocks,
+        slots=slots,
+        usable=slots - (config.block_size if config.block_size > 1 else 2),
+        size_bytes=layout.size_bytes(slots),
+        windowed=config.windowed,
+    )
+
+
+def check_memory(sums: Sequence[PoolSum], memory: MemoryInformation | None = None) -> None:
+    """Whether all pools together fit in what is free now; ConfigError with the figures where they do not."""
+    have = memory or available()
+    wanted = sum(each.size_bytes for each in sums)
+    if wanted > have.free_bytes:
+        pools = ", ".join(f"{each.name} {size_text(each.size_bytes)}" for each in sums)
+        have_text = f"{size_text(have.free_bytes)} of {size_text(have.total_bytes)} memory are free"
+        remedy = "make them smaller, or free memory first"
+        raise ConfigError([f"the pools want {size_text(wanted)} ({pools}), and {have_text}: {remedy}"])
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _near(key: str, rules: Mapping[str, Rule]) -> str:
+    if rules is SETTINGS and key in POOL:
+        return ": it belongs to a pool; put it below [[pool]]"
+    if rules is POOL and key in SETTINGS:
+        return ": it is no setting of a pool; put it above the first [[pool]]"
+    if rules is SETTINGS and key == "pools":
+        return ": write [[pool]] for each pool"
+    near = difflib.get_close_matches(key, list(rules), 3, 0.6)
+    if near:
+        return ": did you mean " + " or ".join(near) + "?"
+    return f"; those there are: {', '.join(rules)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _number_text(number: float) -> str:
+    return f"{int(number):,}".replace(",", "_") if number == int(number) else f"{number:g}"
+
+
+__all__ = [
+    "ConfigError",
+    "Effective",
+    "LayoutTable",
+    "PoolSettings",
+    "PoolSum",
+    "Rule",
+    "Settings",
+    "check_memory",
+    "default_socket",
+    "group_id",
+    "load",
+    "model_config",
+    "parse_size",
+    "pool_config",
+    "pool_layout",
+    "pool_sum",
+    "read",
+    "strays",
+]
