@@ -423,8 +423,11 @@ class Forked(Message, frozen=True, tag=72):
 
 
 class Trimmed(Message, frozen=True, tag=73):
+    """`extents` place positions [keep_to, capacity): room kept behind a roll-back may stand elsewhere than it did."""
+
     id: int
     capacity: int
+    extents: list[int] = []
 
 
 class Pinned(Message, frozen=True, tag=74):
