@@ -20,13 +20,16 @@ BAD_INPUT: Final = 3
 """A file cannot be read, or does not hold what it should."""
 FAULT: Final = 4
 """Ours: please report it."""
+UNREACHABLE: Final = 5
+"""No daemon answers, or it does not let this user ask."""
 INTERRUPTED: Final = 130
 
 EXIT_CODES: Final = """\
 exit codes:
   0  done                          3  a file cannot be read, or is malformed
   1  a check does not hold         4  a fault of kvslot itself
-  2  wrong usage                 130  interrupted
+  2  wrong usage                   5  no daemon there, or it refuses this user
+                                 130  interrupted
 """
 
 BAR_AFTER_S: Final = 1.0

@@ -9,6 +9,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from kvslot.cli import _screen
 from kvslot.replay import PHASES, Quantiles, ReplayResult, Row, Spread
 
 NOTHING_POINTS: Final = 0.5
@@ -24,20 +25,9 @@ COLUMN_WIDTH: Final = 19
 FULL_WIDTH: Final = LABEL_WIDTH + 5 * COLUMN_WIDTH
 
 
-class _Console(Console):
-    """Leaves a reader that has gone away to `ctl.main`: by itself rich would end the process with code 1."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def console() -> Console:
     """Standard output; wide enough for five columns where it is not a terminal."""
-    # No markup: names come from trace files.
-    out = _Console(highlight=False, markup=False)
-    return (
-        out if out.is_terminal else _Console(highlight=False, markup=False, width=max(out.width, FULL_WIDTH))
-    )
+    return _screen.console(FULL_WIDTH)
 
 
 def _pct(value: float | None) -> str:

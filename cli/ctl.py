@@ -16,7 +16,7 @@ from typing import Final
 from kvslot import __version__
 from kvslot.cli import _common
 
-COMMANDS: Final = ("replay", "bench")
+COMMANDS: Final = ("status", "clients", "map", "tree", "frag", "evict", "audit", "replay", "bench")
 """Modules of this room, in the order of the help."""
 
 DESCRIPTION: Final = (
@@ -25,6 +25,8 @@ DESCRIPTION: Final = (
 
 EPILOG: Final = f"""\
 examples:
+  kvslotctl status                             is the daemon there, and how full is it
+  kvslotctl map                                its blocks as a picture
   kvslotctl replay --demo                      what slots, sharing and one pool are worth, in about a minute
   kvslotctl replay mix200_a --policy all       one recorded trace under all policies
   kvslotctl replay --help                      all options of a command

@@ -1,0 +1,81 @@
+"""`kvslotctl status`: is the daemon there, what does it host, and how full is it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Final
+
+from kvslot.cli import _common, _control
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvslot.api.client import Control
+
+DESCRIPTION: Final = """\
+Is the daemon there, what does it host, and how full is it: one line a pool. `used` is what tokens stand in or running
+sequences hold; of that, `evictable` goes when memory is wanted. `coming` waits for a device's step or a lost process;
+`hit` is the share of prompt tokens found cached since the daemon began; `waiting` requests were told LATER."""
+
+EXAMPLES: Final = """\
+  kvslotctl status                             all pools of the daemon in its usual place
+  kvslotctl status --socket /tmp/k.sock --json
+  kvslotctl status > /dev/null && echo up      exit code 5: no daemon there
+"""
+
+
+def add(subparsers: _common.Subparsers) -> None:
+    """Describe the command."""
+    _control.add_command(
+        subparsers, "status", "is the daemon there, and how full are its pools", DESCRIPTION, EXAMPLES, run
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The command: exit code."""
+
+    def act(control: Control) -> int:
+        pools = _control.pools(control, arguments.pool)
+        (status,) = control.inspect("status")
+        if arguments.json is not None:
+            code = _control.write(arguments, control, {"status": status, "pools": pools})
+            if code or arguments.json == "-":
+                return code
+        from kvslot.cli import _screen
+
+        _print(_screen.console(), control.socket, status, pools)
+        return _common.OK
+
+    return _control.ask(arguments, act)
+
+
+def _print(out: Console, socket: str, status: _control.Row, pools: list[_control.Row]) -> None:
+    from kvslot.cli import _screen
+
+    lost = f", {status['sessions_lost']} of them lost" if status["sessions_lost"] else ""
+    out.print(
+        f"kvslotd {status['version']} at {socket}: {status['state']} for {_screen.duration(status['uptime_s'])}, "
+        f"{status['sessions']} sessions{lost}, {status['sequences']} sequences"
+    )
+    table = _screen.table(
+        "pool", "memory", "block", "slots", "used", "", "evictable", "coming", "free", "hit", "waiting",
+        left=("pool", ""),
+    )  # fmt: skip
+    for pool in pools:
+        usable = pool["usable"]
+        used = usable - pool["free"]
+        coming = pool["fenced"] + pool["quarantined"] + pool["moving"]
+        table.add_row(
+            pool["pool"],
+            _screen.size(pool["size_bytes"]),
+            str(pool["block_size"]),
+            f"{usable:,}",
+            _screen.share(used, usable),
+            _screen.bar(out, used / usable, 10),
+            _screen.share(pool["evictable"], usable),
+            _screen.share(coming, usable),
+            _screen.share(pool["free"], usable),
+            _screen.share(pool["hit_tokens"], pool["prompt_tokens"]),
+            str(pool["tickets"]),
+        )
+    out.print(table)
