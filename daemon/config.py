@@ -43,8 +43,8 @@ PREFIX: Final = "KVSLOT_"
 POOL_PREFIX: Final = "KVSLOT_POOL_"
 FILE_BYTES_MAX: Final = 1 << 20
 """A configuration beyond that is some other file."""
-SOCKET_PATH_MAX: Final = 107
-"""Bytes; what the kernel's sockaddr_un holds, less its last zero."""
+SOCKET_PATH_MAX: Final = 103
+"""Bytes; the kernel's sockaddr_un holds 107, and the socket is first bound under a name that is 4 longer."""
 POOLS_MAX: Final = 64
 SIZE_MAX: Final = 1 << 46
 """Bytes; 64 TiB, beyond what a machine has and within what a mapping can be."""
@@ -217,8 +217,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Rule(
             "path",
-            "the Unix socket to listen on; default: /run/kvslot/kvslot.sock for root, else "
-            "$XDG_RUNTIME_DIR/kvslot/kvslot.sock",
+            "the Unix socket to listen on; default: $XDG_RUNTIME_DIR/kvslot/kvslot.sock, or "
+            "/run/kvslot/kvslot.sock for root and where that variable is not set",
             high=4096,
         ),
     ] = ""
@@ -331,10 +331,7 @@ def read(
     origins: dict[str, str] = {}
     values = _convert(given, SETTINGS, "", origins, "", problems)
     if not values.get("socket"):
-        try:
-            values["socket"] = default_socket(environ)
-        except ConfigError as error:
-            problems += error.problems
+        values["socket"] = default_socket(environ)
     made = []
     for index, table in enumerate(pools):
         where = f"pool[{index}]"
@@ -352,17 +349,11 @@ def read(
 
 
 def default_socket(environ: Mapping[str, str]) -> str:
-    """Where daemon and clients meet unless told otherwise."""
-    if os.geteuid() == 0:
-        return "/run/kvslot/kvslot.sock"
+    """Where daemon and clients meet unless told otherwise: the user's runtime directory, or the system's."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if not runtime:
-        raise ConfigError(
-            [
-                "socket: XDG_RUNTIME_DIR is not set, so there is no place for it: give --socket PATH or KVSLOT_SOCKET"
-            ]
-        )
-    return str(Path(runtime) / "kvslot" / "kvslot.sock")
+    if runtime and os.geteuid():
+        return str(Path(runtime) / "kvslot" / "kvslot.sock")
+    return "/run/kvslot/kvslot.sock"
 
 
 def _from_file(
@@ -415,14 +406,16 @@ def strays(environ: Mapping[str, str]) -> list[str]:
 
 
 def _flags(overrides: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    found = [
-        (key, value, f"flag --{key.replace('_', '-')}")
-        for key, value in overrides.items()
-        if value is not None
-    ]
+    found = [(key, value, f"flag {flag_of(key)}") for key, value in overrides.items() if value is not None]
     for key, _, _ in found:
         assert key in SETTINGS or key.removeprefix("pool_") in POOL, f"no setting {key}"
     return found
+
+
+def flag_of(key: str) -> str:
+    """The flag of a setting: "log_level" -> "--log-level", "pool_size" -> "--pool-size", "pool_dtype" -> "--dtype"."""
+    name = key if key in SETTINGS or key in ("pool_size", "pool_blocks") else key.removeprefix("pool_")
+    return "--" + name.replace("_", "-")
 
 
 def _from_outside(
@@ -453,6 +446,24 @@ def _from_outside(
 
 
 _ONE_OF: Final = (("size", "blocks"), ("model_config", "layout", "opaque_block_bytes"))
+
+
+def changed(settings: Settings, name: str, value: str) -> Settings:
+    """The settings with one of the daemon's own (no pool's) changed, from text as in the environment.
+
+    Raises ConfigError.  Whether it can be changed while running is for the caller to say.
+    """
+    if name not in SETTINGS:
+        raise ConfigError([f"{name} is not a setting{_near(name, SETTINGS)}"])
+    problems: list[str] = []
+    given = {name: Value(value, "change", Path.cwd())}
+    values = _convert(given, SETTINGS, "", {}, "", problems)
+    after = msgspec.structs.replace(settings, **values)
+    if not problems:
+        _check_settings(after, given, problems)
+    if problems:
+        raise ConfigError([each.removeprefix("change: ") for each in problems])
+    return after
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -660,15 +671,15 @@ def _check_settings(settings: Settings, given: Mapping[str, Value], problems: li
         source = given["socket"].where if "socket" in given else "default"
         problems.append(
             f"{source}: socket = {settings.socket!r}: {length} bytes, and the kernel takes paths of up to "
-            f"{SOCKET_PATH_MAX}; choose a shorter one"
+            f"{SOCKET_PATH_MAX} here; choose a shorter one"
         )
     if settings.socket_group:
         try:
             group_id(settings.socket_group)
         except KeyError:
             problems.append(
-                f"{given['socket_group'].where}: socket_group = {settings.socket_group!r}: there is no such group on this "
-                "machine; create it (groupadd), or leave it out"
+                f"{given['socket_group'].where}: socket_group = {settings.socket_group!r}: there is no such group on "
+                "this machine; create it (groupadd), or leave it out"
             )
 
 
@@ -860,6 +871,54 @@ def check_memory(sums: Sequence[PoolSum], memory: MemoryInformation | None = Non
         raise ConfigError([f"the pools want {size_text(wanted)} ({pools}), and {have_text}: {remedy}"])
 
 
+def dump(effective: Effective, sums: Sequence[PoolSum]) -> str:
+    """The settings as a file that says the same again, with where each came from and what each pool comes to."""
+    lines: list[str] = []
+    origins = effective.origins
+    for key, rule in SETTINGS.items():
+        lines.append(_line(key, getattr(effective.settings, key), rule, origins.get(key, "default")))
+    for pool, total in zip(effective.settings.pools, sums, strict=True):
+        lines += [
+            "",
+            f"# {total.name}: {total.model}",
+            f"#   {total.slot_bytes:,} bytes per token in {total.planes} planes, fingerprint {total.fingerprint}",
+            f"#   {total.blocks:,} blocks of {total.block_size} slots, {total.usable:,} slots to use",
+            f"#   {size_text(total.size_bytes)} ({total.size_bytes:,} bytes)",
+            "[[pool]]",
+        ]
+        for key, rule in POOL.items():
+            value = getattr(pool, key)
+            if value is None or (not value and any(key in group for group in _ONE_OF)):
+                continue
+            lines.append(_line(key, value, rule, origins.get(f"pool.{pool.name}.{key}", "default")))
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: str, value: object, rule: Rule, origin: str) -> str:
+    match value:
+        case bool():
+            text = str(value).lower()
+        case int() if rule.kind == "mode":
+            text = f"0o{value:o}"
+        case int() if rule.kind == "size" and value >= 1 << 20 and value % (1 << 20) == 0:
+            text = (
+                f'"{size_text(value).replace(" ", "")}"' if value % (1 << 30) == 0 else f'"{value >> 20}MiB"'
+            )
+        case int() | float():
+            text = f"{value}"
+        case str():
+            text = msgspec.json.encode(value).decode()
+        case LayoutTable():
+            fields = {name: getattr(value, name) for name in LAYOUT if getattr(value, name)}
+            inner = ", ".join(
+                f"{name} = {msgspec.json.encode(each).decode()}" for name, each in fields.items()
+            )
+            text = f"{{ {inner} }}"
+        case _:
+            text = msgspec.json.encode(value).decode()
+    return f"{key} = {text}".ljust(40) + f"  # {origin}"
+
+
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
@@ -893,14 +952,17 @@ __all__ = [
     "PoolSum",
     "Rule",
     "Settings",
+    "changed",
     "check_memory",
     "default_socket",
+    "dump",
+    "flag_of",
     "group_id",
+    "pool_layout",
     "load",
     "model_config",
     "parse_size",
     "pool_config",
-    "pool_layout",
     "pool_sum",
     "read",
     "strays",

@@ -63,7 +63,7 @@ _MFD_NOEXEC_SEAL: Final = 8
 Bytes = npt.NDArray[np.uint8]
 
 
-class NoMemory(Exception):
+class NoMemory(MemoryError):
     """The memory is not there.  Nothing was taken; figures in bytes."""
 
     def __init__(self, what: str, wanted: int, free: int, total: int) -> None:

@@ -1,0 +1,194 @@
+"""What the daemon says of itself: one event name per fact, its figures as fields beside it.
+
+    json      one line each, for journald and collectors: {"event": "ready", "level": "info", "time": "...", ...}
+    console   aligned and coloured, for people
+    auto      console where standard error is a terminal, else json
+
+Lines go to standard error with one write each.  A reader that has gone, or a full pipe that is set not to wait, costs
+the line and is counted; the daemon goes on.  What libraries log by the standard module comes out as event "library".
+
+A warning that may come a thousand times a second goes through `limited`: once a period, with the number left out since.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import sys
+import time
+from typing import Any, Final, TextIO
+
+import msgspec
+import structlog
+
+LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "critical": 2}
+"""By syslog, as journald reads them from a "<4>" before the line."""
+
+KEYS_MAX: Final = 1024
+"""Events that `limited` keeps count of: names in the code, so that this is never met."""
+
+
+def set_up(log_format: str = "auto", log_level: str = "info", stream: TextIO | None = None) -> None:
+    """Configures structlog and `logging` for the process.  `stream`: standard error unless given."""
+    out = stream if stream is not None else sys.stderr
+    terminal = out is not None and out.isatty()
+    console = log_format == "console" or (log_format == "auto" and terminal)
+    lines = _Lines(out)
+    shared: list[Any] = [structlog.contextvars.merge_contextvars, _level, _time]
+    if console:
+        colours = terminal and "NO_COLOR" not in os.environ
+        renderers: list[Any] = [structlog.dev.ConsoleRenderer(colors=colours, timestamp_key="time")]
+    else:
+        renderers = [structlog.processors.format_exc_info, _Json(_is_journal(out))]
+    structlog.configure(
+        processors=[*shared, *renderers],
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[log_level]),
+        logger_factory=lambda *_: lines,
+        cache_logger_on_first_use=False,  # `set_level` holds for loggers that exist
+    )
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _Library):
+            root.removeHandler(handler)
+    root.addHandler(_Library())
+    root.setLevel(max(LEVELS[log_level], logging.WARNING))
+    logging.captureWarnings(True)
+
+
+def set_level(log_level: str) -> None:
+    """Changes what is logged from now on; raises KeyError for a level there is not."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(LEVELS[log_level]))
+    logging.getLogger().setLevel(max(LEVELS[log_level], logging.WARNING))
+
+
+def lost() -> int:
+    """Lines that could not be written since the start."""
+    return _lost[0]
+
+
+# -- warnings that repeat --------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """When an event was last logged, and how often it has come since."""
+
+    __slots__ = ("suppressed", "when")
+
+    def __init__(self, when: float) -> None:
+        self.when = when
+        self.suppressed = 0
+
+
+_told: dict[str, _Told] = {}
+
+
+def limited(logger: Any, event: str, period_s: float, *, level: str = "warning", **fields: Any) -> bool:
+    """Logs `event` at most once in `period_s` seconds; `suppressed` says how many were left out.  True if logged."""
+    now = time.monotonic()
+    told = _told.get(event)
+    if told is not None and now - told.when < period_s:
+        told.suppressed += 1
+        return False
+    if told is None:
+        if len(_told) >= KEYS_MAX:
+            _told.clear()
+        told = _told[event] = _Told(now)
+    suppressed, told.suppressed, told.when = told.suppressed, 0, now
+    if suppressed:
+        fields["suppressed"] = suppressed
+    getattr(logger, level)(event, **fields)
+    return True
+
+
+def tell_suppressed(logger: Any) -> None:
+    """What was left out and has not been told, as one event; for the end of the process."""
+    left = {event: told.suppressed for event, told in _told.items() if told.suppressed}
+    _told.clear()
+    if left:
+        logger.warning("suppressed", **left)
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+_lost = [0]
+
+
+class _Lines:
+    """What structlog calls a logger: takes rendered lines of every level, one write each."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        try:
+            self._descriptor = stream.fileno() if stream is not None else -1
+        except (OSError, ValueError, AttributeError):
+            self._descriptor = -2  # a stream of no file
+
+    def msg(self, line: str | bytes) -> None:
+        if self._stream is None:
+            return
+        try:
+            if self._descriptor < 0:
+                self._stream.write((line if isinstance(line, str) else line.decode()) + "\n")
+                self._stream.flush()
+                return
+            data = (line.encode(errors="backslashreplace") if isinstance(line, str) else line) + b"\n"
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except (OSError, ValueError):
+            _lost[0] += 1
+
+    log = debug = info = warning = warn = error = critical = fatal = failure = err = exception = msg
+
+
+class _Json:
+    """Renders an event as one line of JSON, its name first."""
+
+    def __init__(self, journal: bool) -> None:
+        self._journal = journal
+        self._encoder = msgspec.json.Encoder(enc_hook=repr)
+
+    def __call__(self, _: Any, method: str, fields: Any) -> bytes:
+        event = {"event": fields.pop("event", ""), **fields}
+        try:
+            line = self._encoder.encode(event)
+        except Exception:  # noqa: BLE001 -- a field that cannot be shown must not cost the event
+            line = self._encoder.encode({str(key): repr(value) for key, value in event.items()})
+        return b"<%d>%b" % (_PRIORITIES.get(method, 6), line) if self._journal else line
+
+
+def _level(_: Any, method: str, fields: Any) -> Any:
+    fields["level"] = "error" if method == "exception" else method
+    return fields
+
+
+def _time(_: Any, __: str, fields: Any) -> Any:
+    now = datetime.datetime.now(datetime.UTC)
+    fields["time"] = now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return fields
+
+
+def _is_journal(stream: TextIO | None) -> bool:
+    """Whether the stream is the connection to journald that systemd says it made."""
+    told = os.environ.get("JOURNAL_STREAM", "")
+    if not told or stream is None:
+        return False
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return told == f"{status.st_dev}:{status.st_ino}"
+
+
+class _Library(logging.Handler):
+    """Passes what libraries log on to structlog."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger()
+        level = "error" if record.levelno >= 40 else "warning" if record.levelno >= 30 else "info"
+        fields = {"exc_info": record.exc_info} if record.exc_info else {}
+        getattr(log, level)("library", logger=record.name, message=record.getMessage(), **fields)
+
+
+__all__ = ["LEVELS", "limited", "lost", "set_level", "set_up", "tell_suppressed"]

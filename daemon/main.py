@@ -1,0 +1,248 @@
+"""`kvslotd`: reads the settings, says what is wrong with them or what they come to, and serves.
+
+    0  ended as told to            2  settings that cannot be used, or memory that is not there
+    1  a fault of the daemon       3  the socket cannot be had: another daemon serves it, or its folder refuses
+
+A supervisor that starts the daemon again should not do so after 2 or 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvslot import __version__
+
+if TYPE_CHECKING:
+    from kvslot.daemon.config import Effective, PoolSum, Settings
+
+OK: Final = 0
+CONFIG: Final = 2
+INTERRUPTED: Final = 130
+
+EXAMPLE: Final = """\
+socket = "/run/kvslot/kvslot.sock"
+
+[[pool]]
+name = "default"
+size = "8GiB"
+model_config = "/models/Llama-3.1-8B/config.json"
+"""
+
+DEMO: Final[Mapping[str, object]] = {
+    "pool_name": "demo",
+    "pool_size": "64MiB",
+    "pool_layout": {
+        "layers": 30,
+        "kv_heads": 3,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+        "model": "a small model's shape (SmolLM2-135M)",
+    },
+}
+"""Enough for some thousand tokens; made at once on any machine."""
+
+EPILOG: Final = """\
+examples:
+  kvslotd --config kvslot.toml                        serve
+  kvslotd --config kvslot.toml --check-config         what the settings come to; exit code 0, or 2 with every problem
+  kvslotd --demo --socket ./kvslot.sock               a pool of 64 MiB to try things on
+  kvslotd --pool-size 8GiB --model-config ./config.json
+
+Settings are read from the file, then from the environment (KVSLOT_SOCKET, KVSLOT_LOG_LEVEL, KVSLOT_POOL_SIZE, ...),
+then from flags; the last one holds.  SIGTERM and SIGINT drain: no new work, then the end.
+
+exit codes:
+  0  ended as told to            2  settings that cannot be used, or memory that is not there
+  1  a fault of the daemon       3  the socket cannot be had
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="kvslotd",
+        description="The kvslot daemon: owns a KV-cache pool and serves it to the LLM engines of this host.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"kvslotd {__version__}")
+    import shtab
+
+    shtab.add_argument_to(top, ["--print-completion"])
+    config = top.add_argument("--config", metavar="FILE", help="settings, as TOML; default: $KVSLOT_CONFIG")
+    config.complete = shtab.FILE  # type: ignore[attr-defined]
+    top.add_argument("--socket", metavar="PATH", help="the Unix socket to listen on")
+    top.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
+    top.add_argument("--log-format", metavar="FORMAT", help="json, console, or auto (console on a terminal)")
+    top.add_argument(
+        "--no-prefault",
+        action="store_true",
+        help="take memory when it is first touched, not all of it at start",
+    )
+    pool = top.add_argument_group("the pool", "where the file has several pools, they can only be set there")
+    pool.add_argument("--pool-size", metavar="SIZE", help='its memory: "512MiB", "8GiB"')
+    pool.add_argument("--pool-blocks", metavar="N", help="its memory in blocks, instead of a size")
+    pool.add_argument("--block-size", metavar="SLOTS", dest="pool_block_size", help="slots of a block")
+    pool.add_argument(
+        "--model-config", metavar="FILE", dest="pool_model_config", help="a model's Hugging Face config.json"
+    )
+    pool.add_argument(
+        "--dtype", dest="pool_dtype", metavar="DTYPE", help="of K and V: bfloat16, float16, fp8, ..."
+    )
+    pool.add_argument("--demo", action="store_true", help="a pool of 64 MiB in the shape of a small model")
+    check = top.add_argument_group("checking")
+    check.add_argument(
+        "--check-config",
+        action="store_true",
+        help="print the effective settings and what each pool comes to, then end",
+    )
+    check.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="with --check-config: write the result as JSON, to FILE or (instead of the text) to stdout",
+    )
+    return top
+
+
+_SETTING_FLAGS: Final = (
+    "socket", "log_level", "log_format",
+    "pool_size", "pool_blocks", "pool_block_size", "pool_model_config", "pool_dtype",
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until told to end; returns the exit code.  argparse exits by itself on --help and wrong usage."""
+    try:
+        return _main(parser().parse_args(argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return OK
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    import os
+
+    from kvslot.daemon import config
+
+    overrides: dict[str, object] = {name: getattr(arguments, name) for name in _SETTING_FLAGS}
+    path = arguments.config or os.environ.get("KVSLOT_CONFIG") or None
+    if arguments.no_prefault:
+        overrides["prefault"] = False
+    if arguments.json is not None and not arguments.check_config:
+        print("kvslotd: --json goes with --check-config", file=sys.stderr)
+        return CONFIG
+    if arguments.demo:
+        if path is not None:
+            print(
+                f"kvslotd: --demo is a pool by itself, and {path} has its own: give one of them",
+                file=sys.stderr,
+            )
+            return CONFIG
+        overrides = {**DEMO, **{key: value for key, value in overrides.items() if value is not None}}
+    try:
+        effective = config.read(path, os.environ, overrides)
+        if not effective.settings.pools:
+            raise config.ConfigError(["no pool is configured"])
+        sums = [config.pool_sum(pool) for pool in effective.settings.pools]
+    except config.ConfigError as error:
+        return _refuse(error, arguments)
+    if arguments.check_config:
+        return _check(effective, sums, arguments.json)
+    return _serve(effective.settings)
+
+
+def _serve(settings: Settings) -> int:
+    import os
+
+    import structlog
+
+    from kvslot.daemon import config, logs
+    from kvslot.daemon.server import serve
+
+    logs.set_up(settings.log_format, settings.log_level)
+    log = structlog.get_logger()
+    for stray in config.strays(os.environ):
+        log.warning("environment_unknown", reason=stray)
+    try:
+        return serve(settings)
+    finally:
+        logs.tell_suppressed(log)
+
+
+def _refuse(error: Any, arguments: argparse.Namespace) -> int:
+    """Every problem on standard error, as JSON too where that was asked for."""
+    for problem in error.problems:
+        print(f"kvslotd: {problem}", file=sys.stderr)
+    if error.problems == ["no pool is configured"]:
+        print(
+            "\nA daemon serves at least one pool.  Give --config FILE with, for example,\n\n"
+            + "".join(f"    {line}\n" for line in EXAMPLE.splitlines())
+            + "\nor --demo for a small one to try things on.",
+            file=sys.stderr,
+        )
+    if arguments.check_config and arguments.json is not None:
+        _write_json({"ok": False, "problems": error.problems}, arguments.json)
+    return CONFIG
+
+
+def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
+    """Prints what the settings come to."""
+    import os
+
+    import msgspec
+
+    from kvslot.daemon import config
+    from kvslot.daemon.device.memory import available
+
+    memory = available()
+    problems: list[str] = []
+    warnings = config.strays(os.environ)
+    try:
+        config.check_memory(sums, memory)
+    except config.ConfigError as error:
+        # What is short now may be free when the daemon starts, say because it runs; what no machine like this one has
+        # never is.
+        short = sum(each.size_bytes for each in sums) <= memory.total_bytes
+        (warnings if short else problems).extend(error.problems)
+    if json is not None:
+        result = {
+            "ok": not problems,
+            "problems": problems,
+            "warnings": warnings,
+            "settings": msgspec.to_builtins(effective.settings),
+            "origins": effective.origins,
+            "pools": [msgspec.to_builtins(each) for each in sums],
+            "memory": msgspec.to_builtins(memory),
+        }
+        _write_json(result, json)
+    if json != "-":
+        sys.stdout.write(config.dump(effective, sums))
+    for each in warnings:
+        print(f"kvslotd: warning: {each}", file=sys.stderr)
+    for each in problems:
+        print(f"kvslotd: {each}", file=sys.stderr)
+    return CONFIG if problems else OK
+
+
+def _write_json(result: object, where: str) -> None:
+    import msgspec
+
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
+    if where == "-":
+        sys.stdout.write(text)
+        return
+    Path(where).parent.mkdir(parents=True, exist_ok=True)
+    Path(where).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
