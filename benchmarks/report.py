@@ -36,6 +36,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     least: float | None = None
     below: float | None = None
     stretch: float | None = None
+    more_is_better: bool = False
+    """Where there is only a stretch goal, which says nothing of its direction."""
 
     @property
     def target(self) -> float | None:
@@ -50,7 +52,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
             return "<="
         if self.below is not None:
             return "<"
-        return ">=" if self.least is not None else ""
+        return ">=" if self.least is not None or self.more_is_better else ""
 
     def holds(self, value: float) -> bool | None:
         """Whether `value` reaches the target; None where there is none."""
@@ -92,6 +94,10 @@ class Meta(msgspec.Struct, kw_only=True):
     seed: int
     clock: str
     clock_cost_ns: int
+    loop: str = ""
+    """The daemon's event loop, where one was measured."""
+    priority: str = ""
+    """What the servers and the load ran under."""
     wall_s: float = 0.0
     skipped: dict[str, str] = {}
     """Groups that were asked for and could not run, and why."""
@@ -124,10 +130,11 @@ def result(
     ratio_to: str | None = None,
     samples: int | None = None,
     note: str = "",
+    suite: str = "core",
 ) -> Result:
-    """A result, judged by its budget if it has one; unit and words come from there then."""
+    """A result, judged by its budget if its suite has one; unit and words come from there then."""
     value = float(f"{value:.4g}")
-    budget = budgets().get(name)
+    budget = budgets(suite).get(name)
     if budget is None:
         return Result(
             name=name, value=value, unit=unit, what=what, ratio_to=ratio_to, samples=samples, note=note
@@ -172,7 +179,14 @@ def machine() -> dict[str, str | int | float]:
 
 
 def meta(
-    groups: Sequence[str], *, quick: bool, seed: int, cost_ns: int, command: Sequence[str] | None
+    groups: Sequence[str],
+    *,
+    quick: bool,
+    seed: int,
+    cost_ns: int,
+    command: Sequence[str] | None,
+    suite: str = "core",
+    clock: str = "thread CPU time",
 ) -> Meta:
     """`command` is what the user typed; this process's own arguments if None."""
     from datetime import UTC, datetime
@@ -180,7 +194,7 @@ def meta(
     if command is None:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return Meta(
-        suite="core",
+        suite=suite,
         version=kvslot.__version__,
         command=list(command),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -189,6 +203,6 @@ def meta(
         groups=list(groups),
         quick=quick,
         seed=seed,
-        clock="thread CPU time",
+        clock=clock,
         clock_cost_ns=cost_ns,
     )

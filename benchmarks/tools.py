@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
     kind: int  # 1..15; also the frame's own id, by which the echo knows it
     frame: bytes
-    patch: int = 0  # where four bytes are made new each time; 0: nowhere
+    patches: tuple[int, ...] = ()  # where four bytes are made new each time
 
 
 class Player(NamedTuple):
@@ -62,9 +62,9 @@ def write_script(players: Sequence[Player], path: Path) -> None:
     out = [struct.pack("<II", MAGIC, len(players))]
     for player in players:
         out.append(struct.pack("<dII", player.rate, len(player.setup), len(player.cycle)))
-        for kind, frame, patch in (*player.setup, *player.cycle):
-            out.append(struct.pack("<III", kind, patch, len(frame)))
-            out.append(frame)
+        for kind, frame, patches in (*player.setup, *player.cycle):
+            head = (kind, len(patches), len(frame), *patches)
+            out += struct.pack(f"<{len(head)}I", *head), frame
     path.write_bytes(b"".join(out))
 
 

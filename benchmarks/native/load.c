@@ -4,17 +4,16 @@
 //
 //     script      u32 magic | u32 connections | per connection:
 //                 f64 rate | u32 setup | u32 cycle | setup + cycle entries
-//     entry       u32 kind | u32 patch | u32 bytes | the whole frame
+//     entry       u32 kind | u32 patches | u32 bytes | patches x u32 offset | the whole frame
 //
 // At start each connection sends its setup entries one by one; then "ready" is printed.  A line "run SECONDS FILE" on
 // standard input starts a round: every connection sends its cycle's entries, over and over, one in flight at a time.
 // Rate 0 sends the next as soon as the reply is there (closed loop).  Any other is the frames per second of that
 // connection on a fixed timetable: what could not be sent in time waits here, and its latency counts from when it was
-// due (open loop).  A round ends only at the end of each connection's cycle entry in flight; cycles go on where
-// they stopped, in the next round.
+// due (open loop).  A round ends when what is in flight then has been answered; the next goes on from there.
 //
-// Where `patch` is not 0, the four bytes there are overwritten with a number never used before, so that a prompt is
-// new from that token on.  Replies are found by their length prefix alone; pushes (numbers from 128 on) are counted
+// The four bytes at each patch's offset are overwritten with a number never used before, so that a prompt is new from
+// that token on.  Replies are found by their length prefix alone; pushes (numbers from 128 on) are counted
 // and skipped.  FILE gets 16 bytes a reply: u64 when it was there (ns, CLOCK_MONOTONIC), u32 latency (ns), u16
 // connection, u8 kind, u8 number of the reply.  The round's line on standard output:
 //
@@ -30,7 +29,8 @@
 enum { MAGIC = 0x474c564b, CHUNK = 1 << 18, ERROR = 77, LATER = 69, NEVER = 70, FAR_NS = 1000000000 };
 
 typedef struct {
-    uint32_t kind, patch, bytes;
+    uint32_t kind, patches, bytes;
+    const uint8_t *offsets;  // patches x u32, as they lie in the script: not aligned
     uint8_t *frame;
 } entry;
 
@@ -87,9 +87,11 @@ static void push_out(client *c) {
 
 static void begin(client *c, uint64_t began) {
     entry *e = &c->entries[c->at];
-    if (e->patch) {
+    for (uint32_t i = 0; i < e->patches; i++) {
+        uint32_t offset;
+        memcpy(&offset, e->offsets + 4 * i, 4);
         fresh++;
-        memcpy(e->frame + e->patch, &fresh, 4);
+        memcpy(e->frame + offset, &fresh, 4);
     }
     c->sent = 0;
     c->busy = 1;
@@ -254,9 +256,16 @@ static void read_script(const char *path) {
         for (uint32_t k = 0; k < c->setup + c->cycle; k++) {
             entry *e = &c->entries[k];
             memcpy(e, need(at, from, end, 12), 12);
-            e->frame = need(at + 12, from, end, e->bytes);
-            at += 12 + (size_t)e->bytes;
-            if (e->kind >= KINDS || e->bytes < 6 || (e->patch && e->patch + 4 > e->bytes)) {
+            e->offsets = need(at + 12, from, end, 4 * (size_t)e->patches + e->bytes);
+            e->frame = at + 12 + 4 * (size_t)e->patches;
+            at = e->frame + e->bytes;
+            int wrong = e->kind >= KINDS || e->bytes < 6;
+            for (uint32_t p = 0; p < e->patches; p++) {
+                uint32_t offset;
+                memcpy(&offset, e->offsets + 4 * p, 4);
+                wrong |= offset + 4 > e->bytes;
+            }
+            if (wrong) {
                 fprintf(stderr, "client %u, entry %u: not an entry\n", i, k);
                 exit(2);
             }

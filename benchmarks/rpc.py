@@ -1,0 +1,630 @@
+"""`kvslotctl bench rpc`: what a client sees of the daemon, beside what it would see of a C echo server.
+
+One daemon, its pool filled over with chats until it evicts, and on it one after the other:
+
+    one         one blocking client
+    open        8 clients on a timetable of 10,000 operations a second
+    saturated   8 clients, each sending the next operation as soon as the last was answered
+    batch       the same with 16 operations a frame
+    python      one client of the Python library, beside the same echo
+    append      tokens appended in the Python library, which asks the daemon for room ahead of need
+    large       7 clients on a timetable, with and without another that allocates 128k tokens
+    death       another daemon: 1,000,000 nodes, of which a client that holds 200,000 is killed
+
+An operation is one verb.  A client's are Allocate (300 tokens, the first half cached, the rest new, so that a full
+pool evicts), Commit, Free, and again.  The timetable and operations/s count all three; the first and the last are
+samples.  Without Commit nothing would be evicted: what is freed unpublished is free again.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvslot.benchmarks.report import Document, Meta, Result, meta, result
+from kvslot.benchmarks.rig import (
+    ALLOCATE,
+    BATCH,
+    COMMIT,
+    FIRSTS,
+    MANY_ALLOCATE,
+    MANY_FREE,
+    SAMPLED,
+    Both,
+    Daemon,
+    Figures,
+    Peer,
+    Realtime,
+    batch_cycle,
+    figures,
+    first_halves,
+    hello,
+    inspect,
+    middle,
+    play_once,
+    race,
+    short_cycle,
+)
+from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
+from kvslot.benchmarks.traffic import Shape, text, turns
+from kvslot.benchmarks.victim import hold
+
+GROUPS: Final = ("one", "open", "saturated", "batch", "python", "append", "large", "death")
+CLIENTS: Final = 8
+OPEN_RATE: Final = 10_000.0
+"""Operations a second, all clients together."""
+LARGE_TOKENS: Final = 131_072
+LARGE_EVERY_S: Final = 0.1
+"""An engine takes seconds to compute a prompt of 128k tokens; ten a second is a host full of them."""
+APPENDS: Final = 10_000
+SEQUENCES: Final = 64
+OTHERS: Final = CLIENTS - 1
+DEATH_WATCH_S: Final = 2.5
+WATCH_EVERY_S: Final = 0.01
+TURNOVER: Final = 1.15
+"""How often the pool is filled over before anything is measured."""
+CHATS: Final = Shape(turns_least=2, turns_most=12, long_share=0.0)
+
+Progress = Callable[[str, float], None]
+
+
+class Size(NamedTuple):
+    """How much is done."""
+
+    nodes: int = 60_000
+    rounds: int = 15
+    seconds: float = 0.6
+    large_rounds: int = 7
+    large_seconds: float = 1.5
+    death_paths: int = 100_000
+    death_depth: int = 10
+    deaths: int = 5
+    python_samples: int = 6_000
+    steps: int = 400
+
+
+FULL: Final = Size()
+QUICK: Final = Size(
+    nodes=5_000,
+    rounds=3,
+    seconds=0.3,
+    large_rounds=3,
+    large_seconds=0.5,
+    death_paths=5_000,
+    deaths=2,
+    python_samples=1_500,
+    steps=100,
+)
+
+
+class Bench(NamedTuple):
+    """What the groups share."""
+
+    tools: dict[str, Path]
+    folder: Path
+    daemon: Daemon
+    peers: list[Peer]
+    size: Size
+    realtime: Realtime
+
+
+def conversations(tokens: int) -> Iterator[bytes]:
+    """Prompts of interleaved chats, each its whole history, until so many tokens of them were new."""
+    histories: dict[int, bytes] = {}
+    new = 0
+    for turn in turns(CHATS):
+        history = histories.get(turn.chat, b"") + text(CHATS, turn.chat, turn.start, turn.stop)
+        if turn.last:
+            histories.pop(turn.chat, None)
+        else:
+            histories[turn.chat] = history
+        yield history
+        new += turn.stop - turn.start
+        if new >= tokens:
+            return
+
+
+def fill(daemon: Daemon, size: Size, report: Progress) -> None:
+    """Chats until the pool is full and has turned over a little."""
+    total = int(daemon.slots * TURNOVER)
+    wanted = total / 512
+
+    def told(count: int) -> None:
+        report(f"filling a pool of {size.nodes:,} nodes", min(1.0, count / wanted))
+
+    with Peer(daemon.socket, namespace="chats") as peer:
+        peer.cache(conversations(total), told)
+
+
+def short_players(bench: Bench, count: int, rate: float = 0.0, *, batched: bool = False) -> list[Player]:
+    """`count` clients, `rate` operations a second each (0: closed loop)."""
+    make = batch_cycle if batched else short_cycle
+    return [
+        Player([hello(f"client {index}")], make(bench.peers[index].namespace, seed(index)), rate)
+        for index in range(count)
+    ]
+
+
+def seed(client: int) -> int:
+    """Of a client's prompts."""
+    return (1 << 24) + client * FIRSTS
+
+
+def open_peers(daemon: Daemon) -> list[Peer]:
+    """Sessions that hold the clients' namespaces open, with the first halves of their prompts cached."""
+    peers = []
+    for index in range(CLIENTS):
+        peer = Peer(daemon.socket, namespace=f"client {index}")
+        peer.cache(first_halves(seed(index)))
+        peers.append(peer)
+    return peers
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def us(name: str, what: str, value: float, samples: int, note: str = "") -> Result:
+    """A row in microseconds."""
+    return result(name, value, unit="us", what=what, samples=samples, note=note, suite="rpc")
+
+
+def row(name: str, value: float, samples: int | None = None, note: str = "") -> Result:
+    """A row with a budget."""
+    return result(name, value, samples=samples, note=note, suite="rpc")
+
+
+def absolutes(name: str, both: Both, what: str) -> list[Result]:
+    """Medians over rounds of the times of both."""
+    samples = sum(each.samples for each in both.daemon)
+    return [
+        us(f"{name}_{whose}us_{at_}", f"{what}, {words}: {label}", middle(rounds, at_), samples)
+        for whose, words, rounds in (("", "kvslotd", both.daemon), ("echo_", "echo", both.echo))
+        for at_, label in (("p50", "median"), ("p99", "99th percentile"), ("p999", "99.9th percentile"))
+        if not (name == "open" and whose == "" and at_ == "p999")
+    ] + [
+        us(
+            f"{name}_cpu_us",
+            f"{what}: CPU time of kvslotd by operation",
+            middle(both.daemon, "cpu_us"),
+            samples,
+        ),
+        us(
+            f"{name}_echo_cpu_us",
+            f"{what}: CPU time of the echo by operation",
+            middle(both.echo, "cpu_us"),
+            samples,
+        ),
+    ]
+
+
+def measure_one(bench: Bench) -> list[Result]:
+    """One blocking client."""
+    both = _race(bench, short_players(bench, 1))
+    samples = sum(each.samples for each in both.daemon)
+    return [
+        row("one_p50", both.ratio("p50"), samples, both.spread("p50")),
+        row("one_p99", both.ratio("p99"), samples, both.spread("p99")),
+        *absolutes("one", both, "one client"),
+    ]
+
+
+def measure_open(bench: Bench) -> list[Result]:
+    """Eight clients on a timetable."""
+    both = _race(bench, short_players(bench, CLIENTS, OPEN_RATE / CLIENTS))
+    samples = sum(each.samples for each in both.daemon)
+    return [
+        row("open_p99", both.ratio("p99"), samples, both.spread("p99")),
+        row("open_us_p999", middle(both.daemon, "p999"), samples),
+        *absolutes("open", both, "8 clients, 10k/s"),
+    ]
+
+
+def measure_saturated(bench: Bench) -> list[Result]:
+    """Eight clients that never pause."""
+    both = _race(bench, short_players(bench, CLIENTS))
+    samples = sum(each.samples for each in both.daemon)
+    return [
+        row("saturated_rate", both.ratio("rate"), samples, both.spread("rate")),
+        row("saturated_ops", middle(both.daemon, "rate"), samples),
+        result(
+            "saturated_echo_ops", middle(both.echo, "rate"), unit="/s", what="the echo's", samples=samples
+        ),
+        *absolutes("saturated", both, "8 clients saturated"),
+    ]
+
+
+def _race(bench: Bench, players: Sequence[Player]) -> Both:
+    size = bench.size
+    return race(
+        bench.daemon, bench.tools, players, bench.folder,
+        rounds=size.rounds, seconds=size.seconds, kinds=SAMPLED, realtime=bench.realtime,
+    )  # fmt: skip
+
+
+def measure_batch(bench: Bench) -> list[Result]:
+    """Frames of one and of sixteen operations, by turns."""
+    for index, peer in enumerate(bench.peers):
+        play_once(peer, batch_cycle(peer.namespace, seed(index)))
+    size = bench.size
+    single: list[Figures] = []
+    batched: list[Figures] = []
+    with (
+        Load(bench.tools, bench.daemon.socket, short_players(bench, CLIENTS), bench.folder) as one,
+        Load(
+            bench.tools, bench.daemon.socket, short_players(bench, CLIENTS, batched=True), bench.folder
+        ) as many,
+    ):
+        many.run(0.2)
+        for index in range(size.rounds):
+            for turn in ("om", "mo")[index & 1]:
+                load, kinds, into = (
+                    (one, SAMPLED, single) if turn == "o" else (many, (MANY_ALLOCATE, MANY_FREE), batched)
+                )
+                before = bench.daemon.cpu_s()
+                with bench.realtime(bench.daemon.pid, load.pid):
+                    found = load.run(size.seconds)
+                into.append(figures(found, kinds, bench.daemon.cpu_s() - before))
+    ratios = [BATCH * b.rate / a.rate for a, b in zip(single, batched, strict=True)]
+    samples = sum(each.samples for each in batched)
+    return [
+        row("batch_speedup", statistics.median(ratios), samples, f"{min(ratios):.2f} to {max(ratios):.2f}"),
+        row("batch_ops", BATCH * middle(batched, "rate"), samples),
+        us("batch_us_p50", "a frame of 16: median", middle(batched, "p50"), samples),
+        us("batch_us_p99", "a frame of 16: 99th percentile", middle(batched, "p99"), samples),
+        us(
+            "batch_cpu_us",
+            "16 a frame: CPU time of kvslotd by operation",
+            middle(batched, "cpu_us") / BATCH,
+            samples,
+        ),
+    ]
+
+
+def measure_large(bench: Bench) -> list[Result]:
+    """Seven on a timetable; every other round an eighth allocates long prompts."""
+    size = bench.size
+    firsts = 2
+    pace = 3 / LARGE_EVERY_S  # its operations come in threes
+    without: list[Figures] = []
+    paced: list[Figures] = []
+    eager: list[Figures] = []
+    itself: list[float] = []
+    with ExitStack() as stack:
+        peer = stack.enter_context(Peer(bench.daemon.socket, namespace="long"))
+        peer.cache(first_halves(1 << 23, LARGE_TOKENS, firsts))
+        cycle = short_cycle(peer.namespace, 1 << 23, LARGE_TOKENS, firsts)
+
+        def load(players: Sequence[Player]) -> Load:
+            return stack.enter_context(Load(bench.tools, bench.daemon.socket, players, bench.folder))
+
+        others = load(short_players(bench, OTHERS, OPEN_RATE / CLIENTS))
+        slow = load([Player([hello("long")], cycle, pace)])
+        fast = load([Player([hello("long")], cycle)])
+        for index in range(size.large_rounds):
+            for turn in ("wpe", "epw")[index & 1]:
+                beside = {"w": None, "p": slow, "e": fast}[turn]
+                pids = [bench.daemon.pid, others.pid] + ([beside.pid] if beside else [])
+                with bench.realtime(*pids):
+                    if beside:
+                        beside.start(size.large_seconds)
+                    found = others.run(size.large_seconds)
+                    of_large = beside.finish() if beside else None
+                {"w": without, "p": paced, "e": eager}[turn].append(figures(found, SAMPLED))
+                if turn == "p" and of_large is not None:
+                    figures(of_large, [ALLOCATE])
+                    itself += [*of_large.latencies_us([ALLOCATE])]
+    pairs = Both(paced, without)
+    samples = sum(each.samples for each in paced)
+    worst = Both(eager, without)
+    itself.sort()
+    return [
+        row(
+            "large_others_p99", pairs.ratio("p99"), samples,
+            f"{1 / LARGE_EVERY_S:.0f} such prompts a second, half cached; {pairs.spread('p99')}",
+        ),
+        result(
+            "large_others_p99_eager", worst.ratio("p99"), unit="x", ratio_to="without it",
+            what="the same, long prompts one after the other without a pause", note=worst.spread("p99"),
+        ),
+        us("large_others_us_p99", "the others' 99th percentile beside it", middle(paced, "p99"), samples),
+        us("large_without_us_p99", "... and without it", middle(without, "p99"), samples),
+        us("large_us_p50", "the long Allocate itself: median", itself[len(itself) // 2], len(itself)),
+    ]  # fmt: skip
+
+
+# -- the Python client ------------------------------------------------------------------------------------------------
+
+
+def measure_python(bench: Bench) -> list[Result]:
+    """Round trips of the library's blocking client, in this process; the echo as in `one`."""
+    from kvslot.api.client import Client
+    from kvslot.benchmarks.traffic import noise
+
+    size = bench.size
+    half = 150
+    times: dict[str, list[int]] = {"allocate": [], "commit": []}
+    echo_p50: list[float] = []
+    players = short_players(bench, 1)
+    clock = time.perf_counter_ns
+    sizes = {ALLOCATE: 60, 3: 12, 4: 8}
+    with (
+        Client(str(bench.daemon.socket), name="python", namespace=namespace("client 0"), map=False) as client,
+        Echo(bench.tools, bench.folder / "echo.sock", sizes) as echo,
+        Load(bench.tools, echo.socket, players, bench.folder) as load,
+    ):
+        count = 0
+        while count < size.python_samples:
+            with bench.realtime(bench.daemon.pid, os.getpid()):
+                for _ in range(300):
+                    count += 1
+                    prompt = noise(seed(0) + count % FIRSTS, 0, half) + noise(
+                        (1 << 28) + count, half, 2 * half
+                    )
+                    t0 = clock()
+                    sequence = client.admit(prompt)
+                    t1 = clock()
+                    sequence.commit(2 * half)
+                    t2 = clock()
+                    sequence.free()
+                    client.flush()
+                    times["allocate"].append(t1 - t0)
+                    times["commit"].append(t2 - t1)
+            with bench.realtime(echo.pid, load.pid):
+                echo_p50.append(figures(load.run(0.1), SAMPLED).p50)
+            time.sleep(0.02)
+    rows = []
+    floor = statistics.median(echo_p50)
+    for name, found in times.items():
+        found.sort()
+        p50, p99 = found[len(found) // 2] / 1e3, found[int(0.99 * len(found))] / 1e3
+        note = f"{p50 / floor:.2f}x the echo under the C load generator"
+        rows.append(us(f"python_{name}_us_p50", f"Python client, {name}: median", p50, len(found), note))
+        rows.append(us(f"python_{name}_us_p99", f"Python client, {name}: 99th percentile", p99, len(found)))
+    return rows
+
+
+def namespace(tenant: str) -> object:
+    """As the client library takes it."""
+    from kvslot.api.wire import Namespace
+
+    return Namespace(tenant=tenant)
+
+
+def measure_append(bench: Bench) -> list[Result]:
+    """The local append path."""
+    return []
+
+
+# -- death ------------------------------------------------------------------------------------------------------------
+
+
+class Death(NamedTuple):
+    """What one death looked like to the others."""
+
+    before: Figures
+    during: Figures
+    hello_ms: float  # slowest while it was cleaned up
+    hello_before_ms: float
+    clean_ms: float  # from the kill until nothing of the session was left
+
+
+def measure_death(
+    tools: dict[str, Path], folder: Path, size: Size, realtime: Realtime, report: Progress
+) -> list[Result]:
+    """A daemon of many nodes, and a client with a fifth of them that is killed, again and again."""
+    depth = size.death_depth
+    victims = size.death_paths // 5
+    nodes = size.death_paths * depth
+    # Room for the victim's own slots and growth runs too: what is measured is its death, not a pool that is short.
+    slots = nodes + victims * 48 + (1 << 19)
+    deaths: list[Death] = []
+    with Daemon(folder, slots=slots) as daemon, Peer(daemon.socket, namespace="paths") as peer:
+        for start in range(victims, size.death_paths, 4096):
+            hold(peer, start, min(4096, size.death_paths - start), depth, keep=False)
+            report(f"a tree of {nodes:,} nodes", 0.6 * start / size.death_paths)
+        peers = open_peers(daemon)
+        bench = Bench(tools, folder, daemon, peers, size, realtime)
+        with Load(tools, daemon.socket, plain_players(bench), folder) as load:
+            load.run(0.2)
+            for index in range(size.deaths):
+                report("deaths", 0.6 + 0.4 * index / size.deaths)
+                deaths.append(_die(bench, load, victims, depth))
+        held = inspect(daemon.socket, "pools")[0]
+        for each in peers:
+            each.close()
+    note = f"{victims * depth:,} of {nodes:,} nodes; {held['nodes']:,} in the tree; {len(deaths)} deaths"
+    ratios = [each.during.p99 / each.before.p99 for each in deaths]
+    samples = sum(each.during.samples for each in deaths)
+    slowest = max(each.hello_ms for each in deaths)
+    return [
+        row("death_others_p99", statistics.median(ratios), samples, f"{min(ratios):.2f} to {max(ratios):.2f}; {note}"),
+        row("death_hello_ms", slowest, len(deaths)),
+        result(
+            "death_clean_ms", statistics.median(each.clean_ms for each in deaths), unit="ms", suite="rpc",
+            what="from the kill until nothing of the session was left",
+        ),
+        result(
+            "death_hello_before_ms", statistics.median(each.hello_before_ms for each in deaths), unit="ms",
+            suite="rpc", what="slowest Hello in as much time before",
+        ),
+        us("death_others_us_p99", "the others' 99th percentile during clean-up",
+           middle([each.during for each in deaths], "p99"), samples),
+        us("death_before_us_p99", "... and before", middle([each.before for each in deaths], "p99"), samples),
+    ]  # fmt: skip
+
+
+def plain_players(bench: Bench) -> list[Player]:
+    """Seven clients on a timetable that publish nothing, so that the tree stays as it is."""
+    return [
+        Player(
+            [hello(f"client {index}")],
+            [each for each in short_cycle(bench.peers[index].namespace, seed(index)) if each.kind != COMMIT],
+            OPEN_RATE / CLIENTS,
+        )
+        for index in range(OTHERS)
+    ]
+
+
+def _die(bench: Bench, load: Load, victims: int, depth: int) -> Death:
+    """One victim is started, holds its share, and is killed while the others go on."""
+    socket = bench.daemon.socket
+    words = [
+        sys.executable,
+        "-Im",
+        "kvslot.benchmarks.victim",
+        str(socket),
+        "paths",
+        "0",
+        str(victims),
+        str(depth),
+    ]
+    with Process(words) as victim:
+        time.sleep(0.2)
+        with bench.realtime(bench.daemon.pid, load.pid):
+            load.start(2 * DEATH_WATCH_S)
+            start = time.monotonic()
+            before = _watch(socket, start + DEATH_WATCH_S, gone=False)
+            killed_ns = time.monotonic_ns()
+            victim.process.kill()
+            after = _watch(socket, start + 2 * DEATH_WATCH_S - 0.05, gone=True)
+            found = load.finish()
+    if not after.ended_ns:
+        raise RuntimeError(f"a session was not cleaned up within {DEATH_WATCH_S} s")
+    times = found.samples["at_ns"]
+    begun = found.began_ns + 200_000_000
+    parts = [
+        found._replace(samples=found.samples[(times >= low) & (times < high)])
+        for low, high in ((begun, killed_ns), (killed_ns, after.ended_ns))
+    ]
+    return Death(
+        figures(parts[0], SAMPLED),
+        figures(parts[1], SAMPLED),
+        after.hello_ms,
+        before.hello_ms,
+        (after.ended_ns - killed_ns) / 1e6,
+    )
+
+
+class Watched(NamedTuple):
+    """What somebody saw who kept opening sessions."""
+
+    hello_ms: float
+    ended_ns: int  # when the victim was gone; 0: never
+
+
+def _watch(socket: Path, until: float, *, gone: bool) -> Watched:
+    """Opens a session every so often and looks whether the victim is there, until it is not (`gone`) or time is up."""
+    slowest = 0.0
+    while (now := time.monotonic()) < until:
+        with Peer(socket, namespace="watch", name="watch"):
+            slowest = max(slowest, 1e3 * (time.monotonic() - now))
+        if gone and all(each["name"] != "victim" for each in inspect(socket, "sessions")):
+            return Watched(slowest, time.monotonic_ns())
+        time.sleep(WATCH_EVERY_S)
+    return Watched(slowest, 0)
+
+
+# -- all --------------------------------------------------------------------------------------------------------------
+
+
+def run(
+    groups: Sequence[str] = GROUPS,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    command: Sequence[str] | None = None,
+    report: Progress | None = None,
+    fifo: bool = True,
+) -> Document:
+    """Measures the budgets of `groups`, in order of GROUPS.  Raises ValueError for an unknown group.
+
+    Without a C compiler nothing is measured, and `meta.skipped` says why.  `fifo` asks for SCHED_FIFO in rounds.
+    """
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown:
+        raise ValueError(f"no group is called {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    wanted = [group for group in GROUPS if group in groups]
+    began = time.monotonic()
+    realtime = Realtime(fifo)
+    document = Document(meta=_meta(wanted, quick, seed, command, realtime), results=[])
+    size = QUICK if quick else FULL
+
+    def tell(words: str, share: float) -> None:
+        if report is not None:
+            report(words, share)
+
+    try:
+        tools = build()
+    except Unavailable as missing:
+        document.meta.skipped = dict.fromkeys(wanted, str(missing))
+        return document
+    shared = [group for group in wanted if group != "death"]
+    steps = len(shared) + ("death" in wanted) + bool(shared)
+    with tempfile.TemporaryDirectory(prefix="kvslot-") as name:
+        if shared:
+            document.results += _on_one_daemon(
+                shared, tools, Path(name), size, realtime, tell, steps, document.meta
+            )
+        if "death" in wanted:
+            document.results += measure_death(
+                tools, Path(name), size, realtime,
+                lambda words, share: tell(words, (steps - 1 + share) / steps),
+            )  # fmt: skip
+    document.meta.wall_s = round(time.monotonic() - began, 1)
+    return document
+
+
+def _on_one_daemon(
+    groups: Sequence[str],
+    tools: dict[str, Path],
+    folder: Path,
+    size: Size,
+    realtime: Realtime,
+    tell: Progress,
+    steps: int,
+    about: Meta,
+) -> list[Result]:
+    """The groups that share a filled pool."""
+    measures: dict[str, Callable[[Bench], list[Result]]] = {
+        "one": measure_one,
+        "open": measure_open,
+        "saturated": measure_saturated,
+        "batch": measure_batch,
+        "python": measure_python,
+        "append": measure_append,
+        "large": measure_large,
+    }
+    results: list[Result] = []
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(folder, slots=size.nodes * 512))
+        fill(daemon, size, lambda words, share: tell(words, share / steps))
+        about.loop = daemon.loop()
+        peers = [stack.enter_context(peer) for peer in open_peers(daemon)]
+        bench = Bench(tools, folder, daemon, peers, size, realtime)
+        for index, group in enumerate(groups):
+            tell(group, (1 + index) / steps)
+            results += measures[group](bench)
+    return results
+
+
+def _meta(
+    groups: Sequence[str], quick: bool, seed: int, command: Sequence[str] | None, realtime: Realtime
+) -> Meta:
+    about = meta(
+        groups,
+        quick=quick,
+        seed=seed,
+        cost_ns=0,
+        command=command,
+        suite="rpc",
+        clock="wall clock (CLOCK_MONOTONIC)",
+    )
+    about.priority = realtime.words
+    return about
