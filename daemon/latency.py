@@ -1,0 +1,64 @@
+"""How long the steps of the data path take, by verb: one turn in so many is timed, and all are counted.
+
+    received ─ decoded ─ admitted + applied ─ encoded ─ sent
+
+`admitted` and `applied` are one step to the clock: the core decides and acts in one call.  Each step has a histogram of
+powers of two of nanoseconds, so that a percentile is known to a factor of two, and its sum, so that the mean is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+STEPS: Final = ("decoded", "applied", "encoded", "sent", "all")
+CLASSES: Final = 40  # up to 2^40 ns, a quarter of an hour
+
+
+class Latency:
+    """Counts and sampled times."""
+
+    def __init__(self) -> None:
+        self.counts: dict[type, int] = {}
+        self.refused: dict[type, int] = {}
+        self._sums: dict[type, list[int]] = {}
+        self._histograms: dict[type, list[list[int]]] = {}
+
+    def sample(self, verb: type, began: int, decoded: int, applied: int, encoded: int, sent: int) -> None:
+        """The times (ns) at which a verb's steps were done."""
+        sums = self._sums.get(verb)
+        if sums is None:
+            sums = self._sums[verb] = [0] * (len(STEPS) + 1)
+            self._histograms[verb] = [[0] * CLASSES for _ in STEPS]
+        histograms = self._histograms[verb]
+        sums[-1] += 1
+        for step, ns in enumerate(
+            (decoded - began, applied - decoded, encoded - applied, sent - encoded, sent - began)
+        ):
+            sums[step] += ns
+            histograms[step][ns.bit_length()] += 1
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """By verb: how many, how many refused, and of the sampled ones mean and percentiles in microseconds."""
+        rows: dict[str, dict[str, Any]] = {}
+        for verb, count in sorted(self.counts.items(), key=lambda item: item[0].__name__):
+            row: dict[str, Any] = {"count": count, "refused": self.refused.get(verb, 0), "sampled": 0}
+            sums = self._sums.get(verb)
+            if sums is not None:
+                row["sampled"] = sums[-1]
+                for step, name in enumerate(STEPS):
+                    row[f"{name}_us_mean"] = sums[step] / sums[-1] / 1e3
+                histogram = self._histograms[verb][-1]
+                row["all_us_p50"] = _percentile(histogram, 0.5)
+                row["all_us_p99"] = _percentile(histogram, 0.99)
+            rows[verb.__name__] = row
+        return rows
+
+
+def _percentile(histogram: list[int], share: float) -> float:
+    """The upper edge of the class that the percentile falls in, in microseconds."""
+    left = share * sum(histogram)
+    for power, count in enumerate(histogram):
+        left -= count
+        if count and left <= 0:
+            return (1 << power) / 1e3
+    return 0.0

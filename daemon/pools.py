@@ -1,0 +1,72 @@
+"""A pool as the daemon hosts it: the core that decides, the memory it decides about, and how clients are told of it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from kvslot.allocator import Pool, PoolConfig
+from kvslot.api.wire import messages
+
+if TYPE_CHECKING:
+    from kvslot.daemon.config import PoolSettings
+    from kvslot.daemon.device.memory import MemoryDevice
+    from kvslot.daemon.layout import Layout
+    from kvslot.daemon.membership import Member
+
+
+class HostedPool:
+    """One pool of the daemon's.
+
+    `users` counts the sessions that have a namespace open, so that one which nobody uses and nothing is cached in can
+    be closed again.
+    """
+
+    def __init__(
+        self, settings: PoolSettings, layout: Layout, config: PoolConfig, device: MemoryDevice
+    ) -> None:
+        self.name = settings.name
+        self.settings = settings
+        self.layout = layout
+        self.device = device
+        self.core = Pool(config)
+        self.members: dict[int, Member] = {}  # by session handle, the lost among them
+        self.users: dict[int, int] = {}
+        self.fencing: set[Member] = set()  # those with fences that have not passed
+        core = self.core
+        self.description = messages.Pool(
+            name=self.name,
+            granularity=layout.granularity,
+            blocks=config.blocks,
+            block_size=config.block_size,
+            padding=core.padding,
+            usable=core.usable,
+            quantum=core.quantum,
+            windowed=config.windowed,
+            fingerprint=layout.fingerprint,
+            size_bytes=layout.size_bytes(core.slots),
+            generation=secrets.randbits(62),
+            kind="memfd",
+            planes=layout.place(core.slots),
+        )
+
+    def enter(self, root: int) -> None:
+        """One more session uses the namespace."""
+        self.users[root] = self.users.get(root, 0) + 1
+
+    def leave(self, roots: dict[int, None]) -> None:
+        """A session has ended that used these."""
+        for root in roots:
+            self.users[root] -= 1
+
+    def close_idle_spaces(self, most: int = 64) -> None:
+        """Ends namespaces that nobody has open and nothing is cached in, `most` looked at a call."""
+        core = self.core
+        idle = [root for root, users in self.users.items() if not users]
+        for root in idle[:most]:
+            if not core.tree.kid[root] and core.tree.holds[root] <= 1:
+                core.close_space(root)
+                del self.users[root]
+            else:
+                # To the end of the line, so that all have their turn.
+                self.users[root] = self.users.pop(root)

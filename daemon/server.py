@@ -1,0 +1,810 @@
+"""The daemon: one loop, one thread, all clients.
+
+    socket ──► Connection ──► answer() ──► verbs.TABLE ──► core        a verb is one call and atomic
+                                 │
+                               after()  ── tells sessions what the core wants told (Ready, Preempt, ...)
+
+    ticks      every 5 ms while a fence waits or while anybody waits for memory, else none
+    sweep      after a session's end, in slices of `slice_us` between two rounds of the loop
+    upkeep     once a second: deadlines, stalled sessions, namespaces nobody uses, an idle moment for the collector
+
+Whatever a client sends is answered, refused or ends its connection.  What a handler raises beyond a refusal is our own
+fault: the process says so and ends, and the kernel takes back what it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import secrets
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+
+from kvslot import __version__
+from kvslot import allocator as core
+from kvslot.allocator import Life
+from kvslot.api.wire import (
+    BadRequest,
+    Busy,
+    Denied,
+    NotFound,
+    OutOfTurn,
+    PeerFault,
+    Refused,
+    ShuttingDown,
+    TooLarge,
+    encode,
+    messages,
+)
+from kvslot.daemon import config, inspection, logs
+from kvslot.daemon.collector import Collector
+from kvslot.daemon.connection import Connection
+from kvslot.daemon.device.memory import MemoryDevice, NoMemory
+from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.latency import Latency
+from kvslot.daemon.logs import limited
+from kvslot.daemon.membership import Member, Peer, ended, peer_of
+from kvslot.daemon.pools import HostedPool
+from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
+
+TICK_SECONDS: Final = 0.005
+UPKEEP_SECONDS: Final = 1.0
+PROGRESS_SECONDS: Final = 2.0
+DESCRIPTORS_EACH: Final = 4
+"""Of a session: socket, page, bell, process."""
+DESCRIPTORS_SPARE: Final = 64
+"""For all else: pools, lock, log, libraries."""
+TOOLS: Final = 32
+"""Connections beyond `sessions_max`: those who have said nothing yet, and tools, which have no session."""
+CHANGEABLE: Final = (
+    "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us"
+)  # fmt: skip
+"""Settings that SetConfig changes: those that are looked at anew each time."""
+ACCEPTS: Final = 16
+"""Of one turn, so that a crowd at the door does not hold up those inside."""
+
+log = structlog.stdlib.get_logger("kvslot.daemon")
+
+
+class Server:
+    """All that one daemon process knows."""
+
+    def __init__(
+        self, settings: config.Settings, pools: list[HostedPool], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.settings = settings
+        self.loop = loop
+        self.pools = {pool.name: pool for pool in pools}
+        self.first = pools[0]
+        self.boot = secrets.randbits(62) + 1
+        self.started = time.time()
+        self.version = __version__
+        self.latency = Latency()
+        self.collector = Collector()
+        self.connections: set[Connection] = set()
+        self.sessions: dict[int, Member] = {}  # by their number, the lost among them
+        self.draining = False
+        self.stopped = asyncio.Event()
+        self.exit_code = 0
+        self.accepted = 0
+        self.refused_connections = 0
+        self.peer_faults = 0
+        self._numbers = 0
+        self._listener: socket.socket | None = None
+        self._endpoint: Endpoint | None = None
+        self._accepting = False
+        self._ticking = False
+        self._sweeping = False
+        self._drain_deadline = 0.0
+        self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
+        self._uids = {0, os.geteuid(), *settings.control_uids}
+        self._gids = set(settings.control_gids)
+        self._counts = self.latency.counts
+        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE
+        if limit < wanted:
+            limit = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        # What the descriptors suffice for: beyond it a client is told, rather than the process running dry.
+        self._connections_max = min(
+            settings.sessions_max + TOOLS, max(1, (limit - DESCRIPTORS_SPARE) // DESCRIPTORS_EACH)
+        )
+
+    def wall(self) -> float:
+        """Unix seconds, for people."""
+        return time.time()
+
+    def number(self) -> int:
+        """Of a session; never used again in this boot."""
+        self._numbers += 1
+        return self._numbers
+
+    def hosted(self, name: str) -> HostedPool:
+        """A pool by name, "" for the first."""
+        if not name:
+            return self.first
+        pool = self.pools.get(name)
+        if pool is None:
+            raise NotFound(f"no pool {name!r}; there are {', '.join(self.pools)}")
+        return pool
+
+    def may_control(self, peer: Peer) -> bool:
+        """Whether this user may say control verbs."""
+        return peer.uid in self._uids or peer.gid in self._gids
+
+    # -- answering ---------------------------------------------------------------------------------------------
+
+    def answer(self, connection: Connection, request: messages.Request, now: float) -> messages.Reply | None:
+        """One request: the reply, or none where none is due."""
+        kind = type(request)
+        counts = self._counts
+        counts[kind] = counts.get(kind, 0) + 1
+        row = TABLE[kind]
+        member = connection.member
+        number = request.id
+        try:
+            if row.permission is Permission.SESSION:
+                if member is None:
+                    raise OutOfTurn(f"{kind.__name__} before Hello")
+                member.frames += 1
+            elif row.permission is Permission.CONTROL:
+                self._check_control(connection, kind.__name__)
+            if not number and kind not in POSTED:
+                raise BadRequest(f"{kind.__name__} with id 0: only Free and Trim may be posted")
+            reply = row.handler(self, connection, request, now)
+        except Refused as refused:
+            return self._refused(connection, kind, number, refused.code, str(refused))
+        except core.Refusal as refusal:
+            return self._refused(connection, kind, number, REFUSALS[type(refusal)].code, str(refusal))
+        except PeerFault as fault:
+            connection.fault(fault)
+            return None
+        return reply if number else None
+
+    def answer_in_batch(
+        self, connection: Connection, request: messages.Batchable, now: float
+    ) -> messages.BatchReply:
+        """One verb of a Batch: always a reply, since its place tells what it belongs to."""
+        kind = type(request)
+        counts = self._counts
+        counts[kind] = counts.get(kind, 0) + 1
+        try:
+            reply = TABLE[kind].handler(self, connection, request, now)
+        except Refused as refused:
+            code, message = refused.code, str(refused)
+        except core.Refusal as refusal:
+            code, message = REFUSALS[type(refusal)].code, str(refusal)
+        except PeerFault as fault:
+            connection.fault(fault)
+            code, message = BadRequest.code, str(fault)
+        else:
+            return reply  # type: ignore[return-value]  # Batchable verbs answer with a BatchReply
+        self.latency.refused[kind] = self.latency.refused.get(kind, 0) + 1
+        return messages.Error(0, code, message)
+
+    def _refused(
+        self, connection: Connection, kind: type, number: int, code: int, message: str
+    ) -> messages.Error | None:
+        refused = self.latency.refused
+        refused[kind] = refused.get(kind, 0) + 1
+        if number:
+            if connection.member is None and not connection.used:
+                # Nothing but a session or a control verb can follow, and neither was granted.
+                self.loop.call_soon(connection.finish)
+            return messages.Error(number, code, message)
+        if connection.member is not None:
+            connection.member.posted_errors += 1
+        limited(log, "posted_refused", 10.0, verb=kind.__name__, code=code, message=message)
+        return None
+
+    def _check_control(self, connection: Connection, verb: str) -> None:
+        if not connection.control:
+            raise Denied(
+                f"{verb} is a control verb: user {connection.peer.uid} is neither the daemon's own nor root nor one of "
+                "control_uids, and its group not one of control_gids"
+            )
+        connection.used = True
+
+    def check_batch(self, request: messages.Batch) -> None:
+        """Whether a Batch may be so long."""
+        if len(request.verbs) > self.settings.batch_max:
+            raise TooLarge(f"a batch of {len(request.verbs)} verbs: {self.settings.batch_max} are allowed")
+
+    def takes_batch(self, connection: Connection, request: messages.Batch) -> bool:
+        """Whether a Batch may be answered in turns: it is in order, and from a session."""
+        if connection.member is None or not request.id or len(request.verbs) > self.settings.batch_max:
+            return False  # `answer` says why not
+        connection.member.frames += 1
+        self._counts[messages.Batch] = self._counts.get(messages.Batch, 0) + 1
+        return True
+
+    def after(self, connection: Connection, now: float) -> None:
+        """After the verbs of a turn: what has become possible is told to whom it concerns."""
+        member = connection.member
+        if member is not None:
+            pool = member.hosted.core
+            if pool.pushes or pool.admission.busy:
+                self._deliver(member.hosted, now)
+        self.collector.served()
+
+    def _deliver(self, hosted: HostedPool, now: float) -> None:
+        members = hosted.members
+        for push in hosted.core.poll(now):
+            member = members.get(push.session)
+            connection = member.connection if member is not None else None
+            if member is None or connection is None:
+                continue
+            match push:
+                case core.Ready(ticket=ticket):
+                    connection.push(("ready", ticket), messages.Ready(ticket))
+                case core.Published(ticket=ticket):
+                    connection.push(("published", ticket), messages.Published(ticket))
+                case core.Abandoned(ticket=ticket):
+                    connection.push(("abandoned", ticket), messages.Abandoned(ticket))
+                case core.Pressure():
+                    connection.push("pressure", messages.Pressure(1))
+                case core.Preempt(sequence=handle, deadline=deadline):
+                    name = member.by_handle.get(handle)
+                    if name is not None:
+                        left = max(0, int((deadline - now) * 1e3))
+                        connection.push(("preempt", name), messages.Preempt(name, left))
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def fence_waits(self, member: Member) -> None:
+        """A session has fences that have not passed: its page is looked at until they have."""
+        member.hosted.fencing.add(member)
+        self._start_ticking()
+
+    def waits(self, hosted: HostedPool) -> None:
+        """Somebody was told LATER: deadlines pass by time alone."""
+        for member in hosted.fencing:
+            member.ask_to_ring(True)
+        self._start_ticking()
+
+    def sync_fences(self, hosted: HostedPool, now: float) -> bool:
+        """Reads the pages of all whose fences wait; true when any step has completed."""
+        moved = False
+        for member in tuple(hosted.fencing):
+            group = member.session.group
+            if group is None:
+                moved |= self._sync(member, now)
+            else:
+                for other in tuple(group.members):
+                    known = hosted.members.get(other.handle)
+                    if known is not None:
+                        moved |= self._sync(known, now)
+            if not member.session.fences or member.session.life:
+                hosted.fencing.discard(member)
+                member.ask_to_ring(False)
+        return moved
+
+    def _sync(self, member: Member, now: float) -> bool:
+        try:
+            return member.sync(now)
+        except PeerFault as fault:
+            if member.connection is not None:
+                member.connection.fault(fault)
+            return False
+
+    def _start_ticking(self) -> None:
+        if not self._ticking:
+            self._ticking = True
+            self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        now = time.monotonic()
+        again = False
+        for hosted in self.pools.values():
+            if hosted.fencing:
+                self.sync_fences(hosted, now)
+            pool = hosted.core
+            busy = pool.admission.busy
+            if pool.pushes or busy:
+                self._deliver(hosted, now)
+            again = again or bool(hosted.fencing) or busy or bool(pool.admission.awaiting)
+        if again:
+            self._start_ticking()
+
+    def _rung(self, member: Member) -> None:
+        """A client wrote its bell: its page has changed."""
+        try:
+            os.eventfd_read(member.wake)
+        except BlockingIOError:
+            return
+        now = time.monotonic()
+        if self._sync(member, now):
+            pool = member.hosted.core
+            if pool.pushes or pool.admission.busy:
+                self._deliver(member.hosted, now)
+
+    # -- coming and going --------------------------------------------------------------------------------------
+
+    def listen(self, endpoint: Endpoint) -> None:
+        """Opens the door."""
+        self._endpoint = endpoint
+        self._listener = endpoint.listen(self.settings.socket_mode, self.settings.socket_group)
+        self._accept_again()
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and not self._accepting:
+            self._accepting = True
+            self.loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors or memory: trying again at once would only say so again.
+                limited(log, "accept_failed", 10.0, reason=error.strerror)
+                self._accepting = False
+                self.loop.remove_reader(self._listener.fileno())
+                self.loop.call_later(0.5, self._accept_again)
+                return
+            sock.setblocking(False)
+            now = time.monotonic()
+            try:
+                peer = peer_of(sock)
+            except (OSError, struct.error):
+                sock.close()
+                continue
+            connection = Connection(self, sock, peer, now)
+            self.accepted += 1
+            self.connections.add(connection)
+            if len(self.connections) > self._connections_max:
+                self.refused_connections += 1
+                limited(log, "connection_refused", 10.0, connections=len(self.connections) - 1)
+                connection.refuse(
+                    Busy(f"{self._connections_max} connections are open, which is the most (sessions_max)")
+                )
+
+    def joined(self, connection: Connection, member: Member) -> None:
+        """A session has been opened."""
+        connection.member = member
+        connection.used = True
+        member.connection = connection
+        self.sessions[member.number] = member
+        member.hosted.members[member.session.handle] = member
+        if member.pidfd >= 0:
+            self.loop.add_reader(member.pidfd, self._process_ended, member)
+        if member.wake >= 0:
+            self.loop.add_reader(member.wake, self._rung, member)
+        log.info(
+            "session_opened",
+            session=member.number,
+            name=member.name,
+            pool=member.hosted.name,
+            pid=member.peer.pid,
+            uid=member.peer.uid,
+            mapped=member.mapped,
+        )
+
+    def rejoined(self, connection: Connection, member: Member, now: float) -> None:
+        """A lost session's process has come back."""
+        connection.member = member
+        connection.used = True
+        member.connection = connection
+        if member.session.fences:
+            self.fence_waits(member)
+        for handle, deadline in member.session.owes.items():
+            name = member.by_handle.get(handle)
+            if name is not None:
+                left = max(0, int((deadline - now) * 1e3))
+                connection.push(("preempt", name), messages.Preempt(name, left))
+        log.info("session_resumed", session=member.number, pid=member.peer.pid)
+
+    def left(self, connection: Connection, member: Member) -> None:
+        """Bye: nothing more comes from this connection."""
+        connection.member = None
+        member.connection = None
+        log.info("session_ended", session=member.number, reason="bye")
+        self._start_sweep()
+        self.loop.call_soon(connection.finish)
+
+    def disconnected(self, connection: Connection, reason: str) -> None:
+        """The socket is closed."""
+        self.connections.discard(connection)
+        member = connection.member
+        if member is not None:
+            connection.member = None
+            member.connection = None
+            self._lost(member, reason)
+        self._look_whether_drained()
+
+    def _lost(self, member: Member, reason: str) -> None:
+        session = member.session
+        if session.life != Life.LIVE:
+            return
+        member.hosted.core.lose(session)
+        member.hosted.fencing.discard(member)
+        proven = not member.mapped or member.process_ended()
+        log.warning(
+            "session_lost",
+            session=member.number,
+            name=member.name,
+            pid=member.peer.pid,
+            reason=reason,
+            sequences=len(member.sequences),
+            quarantined=not proven,
+        )
+        if proven:
+            self.proven_gone(member)
+        else:
+            self._start_sweep()
+
+    def proven_gone(self, member: Member) -> None:
+        """Nothing of the session's process can touch the pool any more."""
+        if member.session.life == Life.LOST and not member.session.proven:
+            member.hosted.core.gone(member.session)
+        self._start_sweep()
+
+    def _process_ended(self, member: Member) -> None:
+        """The kernel says that a session's process is no more."""
+        if member.pidfd < 0 or not ended(member.pidfd):
+            return
+        self.loop.remove_reader(member.pidfd)
+        if member.connection is not None:
+            # A child may still hold the socket open.
+            member.connection.end("its process has ended")
+        else:
+            log.info("process_ended", session=member.number, pid=member.peer.pid)
+            self.proven_gone(member)
+
+    def _start_sweep(self) -> None:
+        if not self._sweeping:
+            self._sweeping = True
+            self.loop.call_soon(self._sweep)
+
+    def _sweep(self) -> None:
+        """A slice of cleaning up after ended sessions; the others are served between two of them."""
+        self._sweeping = False
+        until = time.perf_counter_ns() + self.settings.slice_us * 1000
+        again = False
+        for hosted in self.pools.values():
+            while not (done := hosted.core.sweep(4)):
+                if time.perf_counter_ns() >= until:
+                    break
+            again = again or not done
+            now = time.monotonic()
+            if hosted.core.pushes or hosted.core.admission.busy:
+                self._deliver(hosted, now)
+        if again:
+            self._start_sweep()
+        for member in [each for each in self.sessions.values() if each.session.life == Life.ENDED]:
+            self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        """The session has ended and holds nothing."""
+        del self.sessions[member.number]
+        hosted = member.hosted
+        del hosted.members[member.session.handle]
+        hosted.fencing.discard(member)
+        hosted.leave(member.roots)
+        for descriptor in (member.pidfd, member.wake):
+            if descriptor >= 0:
+                self.loop.remove_reader(descriptor)
+        member.close()
+        member.sequences.clear()
+        member.by_handle.clear()
+        log.info("session_gone", session=member.number)
+        self._look_whether_drained()
+
+    def faulted(self, connection: Connection, fault: PeerFault) -> None:
+        """A client broke the protocol."""
+        self.peer_faults += 1
+        member = connection.member
+        limited(
+            log,
+            "peer_fault",
+            1.0,
+            pid=connection.peer.pid,
+            session=member.number if member else 0,
+            reason=str(fault),
+        )
+
+    # -- once a second -----------------------------------------------------------------------------------------
+
+    def upkeep(self) -> None:
+        """Deadlines, stalls, namespaces, the collector."""
+        now = time.monotonic()
+        settings = self.settings
+        for connection in tuple(self.connections):
+            if connection.waiting_bytes and now - connection.stuck_since > settings.reply_seconds:
+                connection.end(f"has not read its replies for {settings.reply_seconds} s")
+            elif not connection.used and now - connection.since > settings.idle_hello_seconds:
+                connection.refuse(OutOfTurn(f"no Hello within {settings.idle_hello_seconds} s"))
+        for member in tuple(self.sessions.values()):
+            if member.session.life != Life.LIVE:
+                continue
+            self._sync(member, now)
+            session = member.session
+            if session.completed == session.submitted:
+                member.progressed = now
+            elif not session.stalled and now - member.progressed > settings.stall_seconds:
+                member.hosted.core.stall(session)
+                log.warning(
+                    "session_stalled",
+                    session=member.number,
+                    name=member.name,
+                    pid=member.peer.pid,
+                    submitted=session.submitted,
+                    completed=session.completed,
+                )
+        for hosted in self.pools.values():
+            self._deliver(hosted, now)
+            hosted.close_idle_spaces()
+        self.collector.idle()
+        if self.draining and now >= self._drain_deadline:
+            for connection in tuple(self.connections):
+                connection.refuse(ShuttingDown("the daemon ends"))
+            self.stop(0)
+
+    async def run(self) -> int:
+        """Serves until stopped; returns the exit code."""
+        with self.collector:
+            async with asyncio.TaskGroup() as tasks:
+                keeper = tasks.create_task(self._keep())
+                await self.stopped.wait()
+                keeper.cancel()
+        return self.exit_code
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(UPKEEP_SECONDS)
+            self.upkeep()
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def drain(self, seconds: float, reason: str) -> None:
+        """No new work; those with running sequences have `seconds` to end them.  A second call ends at once."""
+        if self.draining:
+            self.stop(0)
+            return
+        self.draining = True
+        self._drain_deadline = time.monotonic() + seconds
+        log.info("draining", reason=reason, seconds=seconds, connections=len(self.connections))
+        if self._listener is not None and self._endpoint is not None:
+            if self._accepting:
+                self.loop.remove_reader(self._listener.fileno())
+                self._accepting = False
+            self._listener = None
+            self._endpoint.close_socket()
+        for connection in tuple(self.connections):
+            connection.push("draining", messages.Draining(int(seconds * 1e3)))
+        self.loop.call_later(seconds, self.upkeep)
+        self._look_whether_drained()
+
+    def _look_whether_drained(self) -> None:
+        if not self.draining or self.stopped.is_set():
+            return
+        for connection in tuple(self.connections):
+            member = connection.member
+            if connection.idle and (member is None or not member.sequences):
+                connection.finish()
+        if not self.connections:
+            self.stop(0)
+
+    def stop(self, code: int) -> None:
+        """Ends `run`."""
+        self.exit_code = code or self.exit_code
+        self.stopped.set()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        if self._listener is not None and self._accepting:
+            self.loop.remove_reader(self._listener.fileno())
+            self._accepting = False
+        self._listener = None
+        for connection in tuple(self.connections):
+            connection.refuse(ShuttingDown("the daemon ends"))
+        for member in self.sessions.values():
+            for descriptor in (member.pidfd, member.wake):
+                if descriptor >= 0:
+                    self.loop.remove_reader(descriptor)
+            member.close()
+        self.sessions.clear()
+        for descriptor, (_, _, _, pid) in self._audits.items():
+            self.loop.remove_reader(descriptor)
+            os.close(descriptor)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._audits.clear()
+        for hosted in self.pools.values():
+            hosted.device.close()
+
+    def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Something of ours raised: the last line of the log says what, and the process ends."""
+        error = context.get("exception")
+        log.critical(
+            "internal_fault",
+            reason=str(context.get("message")),
+            exc_info=error if error is not None else False,
+        )
+        self.stop(70)
+
+    # -- looking at it -----------------------------------------------------------------------------------------
+
+    def view(self) -> inspection.View:
+        """What inspection.py looks at."""
+        return _View(self)
+
+    def set_config(self, name: str, value: str) -> None:
+        """Changes what may be changed while running, for as long as the process runs."""
+        if name not in CHANGEABLE:
+            raise BadRequest(f"{name!r} cannot be changed while running; these can: {', '.join(CHANGEABLE)}")
+        try:
+            # As it would be read from the environment: the same rule checks it.
+            read = config.load(
+                environ={"KVSLOT_SOCKET": self.settings.socket, f"{config.PREFIX}{name.upper()}": value}
+            )
+        except config.ConfigError as error:
+            raise BadRequest(str(error)) from None
+        self.settings = msgspec.structs.replace(self.settings, **{name: getattr(read, name)})
+        if name == "log_level":
+            logs.set_level(value)
+        log.info("setting_changed", name=name, value=value)
+
+    def audit(self, connection: Connection, number: int, hosted: HostedPool, now: float) -> None:
+        """Has a forked copy of this process recount a pool as it is at this moment, while we go on serving.
+
+        Recounting takes seconds for a large pool, and its answer is only true of one moment; a copy has both.
+        """
+        if self._audits:
+            raise Busy("an audit is running already")
+        readable, writable = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                faults = core.audit(hosted.core)
+                os.set_blocking(writable, True)
+                with os.fdopen(writable, "wb") as pipe:
+                    pipe.write(json.dumps(faults[:100]).encode())
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writable)
+        self._audits[readable] = (connection, number, time.perf_counter(), pid)
+        chunks: list[bytes] = []
+        self.loop.add_reader(readable, self._audited, readable, chunks)
+
+    def _audited(self, readable: int, chunks: list[bytes]) -> None:
+        try:
+            chunk = os.read(readable, 1 << 16)
+        except BlockingIOError:
+            return
+        if chunk:
+            chunks.append(chunk)
+            return
+        self.loop.remove_reader(readable)
+        os.close(readable)
+        connection, number, began, pid = self._audits.pop(readable)
+        os.waitpid(pid, 0)
+        try:
+            faults = [str(each) for each in json.loads(b"".join(chunks))]
+        except ValueError:
+            faults = ["the audit itself failed; the log has its traceback"]
+        if faults:
+            log.error("audit_failed", faults=faults[:10], count=len(faults))
+        if not connection.closed:
+            connection.send(encode(messages.Audited(number, faults, (time.perf_counter() - began) * 1e3)))
+
+
+class _View:
+    """The server as inspection.py sees it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.version = server.version
+        self.boot = server.boot
+        self.started = server.started
+        self.now = time.time()
+        self.draining = server.draining
+        self.settings: msgspec.Struct = server.settings
+        self.pools: Mapping[str, HostedPool] = server.pools
+
+    @property
+    def members(self) -> Iterable[Member]:
+        return self._server.sessions.values()
+
+    @property
+    def latency(self) -> Mapping[str, Mapping[str, Any]]:
+        return self._server.latency.rows()
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def serve(settings: config.Settings) -> int:
+    """Runs the daemon until it is told to end; returns the process's exit code."""
+    try:
+        endpoint = Endpoint(Path(settings.socket))
+    except EndpointError as error:
+        log.error("cannot_start", reason=str(error))
+        return 3
+    try:
+        try:
+            config.check_memory([config.pool_sum(each) for each in settings.pools])
+            pools = [_host(each, prefault=settings.prefault) for each in settings.pools]
+        except (config.ConfigError, NoMemory, OSError) as error:
+            log.error("cannot_start", reason=str(error))
+            return 2
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(settings, pools, endpoint))
+    finally:
+        endpoint.close()
+
+
+async def _serve(settings: config.Settings, pools: list[HostedPool], endpoint: Endpoint) -> int:
+    loop = asyncio.get_running_loop()
+    server = Server(settings, pools, loop)
+    loop.set_exception_handler(server.failed)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.drain, settings.drain_seconds, signal.Signals(number).name)
+    try:
+        try:
+            server.listen(endpoint)
+        except EndpointError as error:
+            log.error("cannot_start", reason=str(error))
+            return 3
+        log.info(
+            "ready",
+            socket=settings.socket,
+            pools=list(server.pools),
+            version=__version__,
+            loop=type(loop).__module__.split(".")[0],
+            pid=os.getpid(),
+        )
+        code = await server.run()
+    finally:
+        server.close()
+    log.info("ended", code=code)
+    return code
+
+
+def _host(settings: config.PoolSettings, *, prefault: bool) -> HostedPool:
+    layout = config.pool_layout(settings)
+    pool_config = config.pool_config(settings, layout)
+    device = MemoryDevice(layout.geometry(pool_config.blocks * pool_config.block_size))
+    if prefault:
+        _prefault(settings.name, device)
+    return HostedPool(settings, layout, pool_config, device)
+
+
+def _prefault(name: str, device: MemoryDevice) -> None:
+    """Takes all of a pool's memory now, and says how far it is every few seconds."""
+    began = told = time.monotonic()
+    log.info("prefault_started", pool=name, bytes=device.geometry.total_bytes)
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told > PROGRESS_SECONDS and done < total:
+            told = now
+            log.info("prefault", pool=name, percent=round(100 * done / total, 1))
+
+    device.prefault(progress)
+    log.info("prefault_done", pool=name, seconds=round(time.monotonic() - began, 3))
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
