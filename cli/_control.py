@@ -104,7 +104,8 @@ def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patienc
 
 def fail(arguments: argparse.Namespace, why: str, code: int) -> int:
     """One line on stderr; returns `code`."""
-    print(f"kvslotctl {arguments.command}: {' '.join(why.split())}", file=sys.stderr)
+    line = "".join(each if each.isprintable() else "?" for each in " ".join(why.split()))
+    print(f"kvslotctl {arguments.command}: {line}", file=sys.stderr)
     return code
 
 

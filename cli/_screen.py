@@ -32,21 +32,27 @@ def console(width: int = PIPED_WIDTH) -> Console:
 
 
 def table(*columns: str, left: tuple[str, ...] = ()) -> Table:
-    """An open table; columns of numbers but for those named in `left`."""
+    """An open table.  Columns are of numbers, and never cut, but for those named in `left`, which wrap."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        made.add_column(
-            name,
-            justify="left" if name in left else "right",
-            no_wrap=True,
-            overflow="ellipsis" if name in left else "fold",
-        )
+        text = name in left
+        made.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
     return made
+
+
+def coloured(out: Console) -> bool:
+    """Whether the output shows colours, and more than ASCII."""
+    return out.color_system is not None and not out.no_color and unicode(out)
 
 
 def unicode(out: Console) -> bool:
     """Whether the output can show more than ASCII."""
     return out.encoding.lower().startswith("utf")
+
+
+def words(text: str) -> str:
+    """Text that a client chose, without what would steer the terminal of whoever looks."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def bar(out: Console, share: float, width: int) -> str:

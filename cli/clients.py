@@ -64,7 +64,7 @@ def _print(out: Console, rows: list[_control.Row]) -> None:
         notes = _notes(row)
         table.add_row(
             str(row["session"]),
-            row["name"] or "-",
+            _screen.words(row["name"]) or "-",
             str(row["pid"]),
             _user(row["uid"]),
             row["pool"],

@@ -11,6 +11,8 @@ changes in those milliseconds may be shown as it was or as it has become.
 from __future__ import annotations
 
 import argparse
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvslot.cli import _common, _control
@@ -186,16 +188,17 @@ def _print(
     title = f"{pool['pool']} · {pool['blocks']:,} blocks of {block_size} · "
     out.print(title + (f"a cell is {each:,} blocks" if each > 1 else "a cell is a block"), style="bold")
     cells = gather(counts, each)
-    coloured = out.color_system is not None and _screen.unicode(out)
+    coloured = _screen.coloured(out)
     size = each * block_size
     for at in range(0, len(cells), across):
         line = Text(f"{first + at * each:>{label - 2},}  ", style="dim", no_wrap=True, overflow="crop")
-        for cell in cells[at : at + across]:
-            line.append(*_cell(cell, size, coloured=coloured))
+        drawn = [_cell(cell, size, coloured=coloured) for cell in cells[at : at + across]]
+        for style, alike in groupby(drawn, key=itemgetter(1)):
+            line.append("".join(character for character, _ in alike), style)
         out.print(line)
     totals = counts.sum(axis=0).tolist()
     whole = sum(totals)
-    legend = _screen.table("", "slots", "", "", left=("",))
+    legend = _screen.table(" ", "slots", "share", "", left=("",))
     for kind, total in zip(KINDS, totals, strict=True):
         if total:
             sign = Text(FREE_CELL if kind.state == "free" else HEIGHTS[-1], style=kind.colour)

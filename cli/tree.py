@@ -137,7 +137,7 @@ def chains(columns: dict[str, list[int]], roots: set[int]) -> dict[int, Prefix]:
     ends = [0] * len(numbers)
     latest = list(ages)
     for at in reversed(known):
-        below = children.get(numbers[at], ())
+        below = children.get(numbers[at], [])
         # A child that is held counts once among its parent's holds.
         readers[at] += holds[at] - sum(holds[child] > 0 for child in below)
         ends[at] += not below
@@ -154,7 +154,7 @@ def chains(columns: dict[str, list[int]], roots: set[int]) -> dict[int, Prefix]:
         if parent not in roots and len(children[parent]) == 1:
             continue  # inside a chain
         last, count, pieces = first, 1, columns["extents"][first]
-        while len(below := children.get(numbers[last], ())) == 1:
+        while len(below := children.get(numbers[last], [])) == 1:
             last = below[0]
             count += 1
             pieces += columns["extents"][last]
@@ -242,5 +242,7 @@ def _print(
 
 def space_name(space: _control.Row) -> str:
     """A namespace for people; that it is salted, never with what."""
+    from kvslot.cli import _screen
+
     parts = [f"{key} {space[key]}" for key in ("tenant", "model", "adapter") if space[key]]
-    return ", ".join([*parts, *(["salted"] if space["salted"] else [])])
+    return _screen.words(", ".join([*parts, *(["salted"] if space["salted"] else [])]))

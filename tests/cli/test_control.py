@@ -1,0 +1,486 @@
+"""The commands that ask a daemon, as a person and a script meet them: tables, JSON, colours, exit codes, messages."""
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvslot.allocator import Pool, PoolConfig, Space
+from kvslot.cli import ctl, tree
+from kvslot.cli import map as pool_map
+
+from ..core.tools import admit, cache, fresh, toks
+from .control import FakeDaemon, served
+from .views import made, view_of
+
+COMMANDS = ("status", "clients", "map", "tree", "frag", "audit")
+
+Shown = Callable[..., str]
+
+
+def filled() -> Pool:
+    """A pool with a shared prompt that two conversations go on from, one of them running, and one tenant's salt."""
+    pool = made(blocks=129)
+    session = pool.open_session()
+    shared = fresh(100, 0)
+    cache(pool, session, shared)
+    cache(pool, session, shared + fresh(60, 1000))
+    running = admit(pool, session, shared + fresh(50, 2000))
+    pool.commit(session, running.sequence, 150)
+    salted = pool.open_space(Space("b\x1b[2J", salt="grain"))
+    alone = pool.allocate(session, salted, fresh(40, 3000))
+    pool.commit(session, alone.sequence, 40)  # type: ignore[union-attr]
+    return pool
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    """One pool, filled, behind tmp_path/k.sock."""
+    with served(tmp_path / "k.sock", view_of(default=filled())) as each:
+        yield each
+
+
+@pytest.fixture
+def show(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """Runs a command against tmp_path/k.sock, expects an exit code, and gives back what it printed."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def run(*argv: str, code: int = 0, width: int = 0) -> str:
+        if width:
+            monkeypatch.setenv("COLUMNS", str(width))
+        found = ctl.main([argv[0], "--socket", str(tmp_path / "k.sock"), *argv[1:]])
+        told = capsys.readouterr()
+        assert found == code, told.err
+        if code:
+            assert told.err.count("\n") <= 1
+            assert not told.err or told.err.startswith(f"kvslotctl {argv[0]}: ")
+        else:
+            assert not told.err
+        return told.out or told.err
+
+    return run
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    found = json.loads(text)["rows"]
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_nothing_but_json_and_says_who_made_it(
+    command: str, daemon: FakeDaemon, show: Shown, tmp_path: Path
+) -> None:
+    """--json alone prints one document with `meta`; with a file the table is printed, too."""
+    document = json.loads(show(command, "--json"))
+    assert list(document["meta"]) == ["command", "version", "socket", "time"]
+    assert document["meta"]["command"] == command
+    file = tmp_path / "deep" / "out.json"
+    table = show(command, f"--json={file}")
+    assert json.loads(file.read_text())["meta"]["socket"] == str(tmp_path / "k.sock")
+    assert "default" in table
+
+
+KEYS = {
+    "status": (
+        "pool granularity block_size quantum watermark eviction append size_bytes slot_bytes planes kind fingerprint "
+        "generation namespaces usable free private cached fenced moving reserved quarantined padding blocks "
+        "blocks_free tokens_held unwritten duplicate_tokens peeled_tokens evictable leased pinned pinned_waste_tokens "
+        "largest_free_run nodes sequences sessions tickets moves evicted_tokens copied_tokens moved_tokens "
+        "extents_given extent_tokens hit_tokens prompt_tokens bad_handles late_completions internal_fragmentation_pct"
+    ),
+    "clients": (
+        "session name pid uid pool state stalled age_s page sequences charged quota fenced pins submitted completed "
+        "owes group outbox_bytes frames"
+    ),
+    "map": "block blocks slots",
+    "tree": (
+        "node parent namespace start stop nodes extents priority held subtree_tokens subtree_prefixes readers age"
+    ),
+    "frag": (
+        "pool block_size blocks blocks_free free internal_waste_pct reserved_pct unwritten duplicate_tokens "
+        "peeled_tokens pinned_waste_tokens pinned_waste_pct free_runs hole_tokens largest_free_run scatter_pct "
+        "extents_per_1k_tokens usable_run_pct"
+    ),
+    "audit": "pool sound faults milliseconds",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_keys_of_the_rows_are_these(command: str, daemon: FakeDaemon, show: Shown) -> None:
+    """Scripts go by keys: adding one means adding it here, none may go or change its meaning."""
+    document = json.loads(show(command, "--json"))
+    row = document["pools" if command == "status" else "rows"][0]
+    assert set(row) == set(KEYS[command].split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_piped_output_has_no_colour_and_no_width_breaks_it(
+    command: str, width: int, daemon: FakeDaemon, show: Shown
+) -> None:
+    """Whatever COLUMNS says, something is shown, and no escape sequence is in it."""
+    out = show(command, width=width)
+    assert "default" in out
+    assert "\x1b" not in out
+
+
+def test_a_terminal_gets_colours(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """On a terminal the map is coloured heights with a legend; NO_COLOR makes it letters."""
+    out = on_a_terminal(["map", "--socket", str(tmp_path / "k.sock")])
+    assert "\x1b[" in out
+    assert "█" in out
+    plain = on_a_terminal(["map", "--socket", str(tmp_path / "k.sock")], NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
+    assert "CCC" in plain
+
+
+def on_a_terminal(argv: list[str], columns: int = 60, **environ: str) -> str:
+    """What the command writes to a terminal of so many columns."""
+    import pty
+
+    controller, terminal = pty.openpty()
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")},
+        "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30", "PYTHONUTF8": "1", **environ,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-Im", "kvslot.cli.ctl", *argv], stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    out = b""
+    while True:
+        try:
+            data = os.read(controller, 1 << 16)
+        except OSError:  # Linux's way to say that the other end has closed
+            break
+        if not data:
+            break
+        out += data
+    os.close(controller)
+    assert process.wait(30) == 0
+    lines = re.sub(rb"\x1b\[[0-9;]*m", b"", out).decode().splitlines()
+    assert max(map_length(line) for line in lines) <= columns
+    return out.decode()
+
+
+def map_length(line: str) -> int:
+    return len(line.rstrip())
+
+
+# -- what each shows --------------------------------------------------------------------------------------------------
+
+
+def test_status_says_how_full_each_pool_is(tmp_path: Path, show: Shown) -> None:
+    """One line a pool, and one of the daemon; a draining daemon says so."""
+    view = view_of(default=filled(), other=made())
+    view.draining = True
+    with served(tmp_path / "k.sock", view):
+        out = show("status")
+        assert "draining for 1 min 10 s" in out
+        assert re.search(r"default .* 16 ", out)
+        assert re.search(r"other .* 0 % ", out)
+        assert "other" not in show("status", "--pool", "default")
+        document = json.loads(show("status", "--json"))
+        assert [pool["pool"] for pool in document["pools"]] == ["default", "other"]
+        assert document["status"]["state"] == "draining"
+
+
+def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: Shown) -> None:
+    """The largest holder first; stalled, lost and owing sessions are named so; nobody is said plainly."""
+    pool = made()
+    idle, busy = pool.open_session(), pool.open_session()
+    admit(pool, busy, fresh(40, 0))
+    pool.stall(busy)
+    view = view_of(default=pool)
+    view.members[0].name = "quiet\x1b[31m"
+    view.members[0].state = "lost"
+    with served(tmp_path / "k.sock", view) as daemon:
+        daemon.limit = 1
+        out = show("clients")
+        assert [int(each) for each in re.findall(r"^ *(\d+) ", out, re.MULTILINE)] == [
+            busy.handle,
+            idle.handle,
+        ]
+        assert "stalled" in out
+        assert "lost" in out
+        assert "\x1b" not in out
+        view.members.clear()
+        assert show("clients") == "nobody is connected\n"
+
+
+def test_the_map_has_every_block_once(daemon: FakeDaemon, show: Shown) -> None:
+    """In letters: as many cells as blocks, padding first, what is cached as c, free as dots, and a legend of sums."""
+    out = show("map", width=80)
+    lines = [line.split(maxsplit=1)[1] for line in out.splitlines()[1:] if re.match(r" *\d+  \S", line)]
+    cells = "".join(lines)
+    pool = daemon.view.pools["default"].core
+    assert len(cells) == pool.config.blocks
+    assert cells.startswith("#")
+    assert cells.count(".") == pool.runs.blocks_free
+    assert "C" in cells
+    found = json.loads(show("map", "--json"))
+    assert sum(row["blocks"] for row in found["rows"]) == pool.config.blocks
+    assert sum(row["blocks"] * sum(row["slots"].values()) for row in found["rows"]) == pool.slots
+    counts = pool.statistics()
+    assert found["totals"]["free"] == counts.free
+    assert found["totals"]["cached"] + found["totals"]["leased"] == counts.cached
+    assert found["totals"]["room"] == counts.unwritten
+
+
+def test_a_large_pool_shares_cells_and_a_part_can_be_looked_at(tmp_path: Path, show: Shown) -> None:
+    """Blocks to a cell are a power of two, so that --lines suffice; --blocks shows some of them in detail."""
+    pool = Pool(PoolConfig(blocks=50_001, block_size=16, watermark=0.0))
+    session = pool.open_session()
+    for each in range(8):
+        admit(pool, session, toks([each] * 4000))
+    with served(tmp_path / "k.sock", view_of(default=pool)):
+        out = show("map", "--lines", "5", width=80)
+        assert "a cell is 128 blocks" in out
+        assert len(re.findall(r"^ *[\d,]+  [.a-zA-Z#]+ *$", out, re.MULTILINE)) <= 5
+        part = show("map", "--blocks", "100:164", width=80)
+        assert "a cell is a block" in part
+        assert re.search(r"^100  [.a-zA-Z#]{64}$", part, re.MULTILINE)
+        assert "60000" in show("map", "--blocks", "60000:", code=2)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 63, 64, 65, 1000, 131_072, 1_000_003])
+@pytest.mark.parametrize("width", [1, 8, 17, 60, 79, 119, 500])
+def test_any_pool_fits_any_terminal(blocks: int, width: int) -> None:
+    """The picture never has more lines than allowed, nor cells that are more than half in vain."""
+    each, across = pool_map.layout(blocks, width, 24)
+    cells = -(-blocks // each)
+    assert cells <= across * 24
+    assert each == 1 or cells > across * 12 - 1
+    assert across <= max(width, pool_map.LEAST_CELLS)
+
+
+def test_every_state_of_the_daemons_map_can_be_drawn() -> None:
+    """The command knows the states that inspection names, each with a letter of its own."""
+    from kvslot.daemon import inspection
+
+    assert tuple(kind.state for kind in pool_map.KINDS) == inspection.MAP_STATES
+    assert len({kind.letter for kind in pool_map.KINDS}) == len(pool_map.KINDS)
+    assert len({kind.colour for kind in pool_map.KINDS}) == len(pool_map.KINDS)
+
+
+def test_the_tree_shows_what_goes_on_from_what(daemon: FakeDaemon, show: Shown) -> None:
+    """The shared prompt first, with the sums of what begins with it, its two continuations indented behind it."""
+    out = show("tree")
+    lines = [line for line in out.splitlines() if ".." in line]
+    assert [line.split()[0] for line in lines] == ["0..100*", "100..160", "100..150*", "0..40*"]
+    assert len(lines[1]) - len(lines[1].lstrip()) > len(lines[0]) - len(lines[0].lstrip())
+    assert "tenant b?[2J, salted" in out
+    assert "grain" not in out
+    found = rows(show("tree", "--json"))
+    assert [row["subtree_tokens"] for row in found] == [210, 60, 50, 40]
+    assert [row["subtree_prefixes"] for row in found] == [2, 1, 1, 1]
+    assert [row["readers"] for row in found] == [1, 0, 1, 1]
+    assert [row["parent"] for row in found] == [0, found[0]["node"], found[0]["node"], 0]
+
+
+@pytest.mark.parametrize("by", tree.BY)
+def test_the_best_prefixes_hang_together(by: str, daemon: FakeDaemon, show: Shown) -> None:
+    """With any order and any --top, a prefix is shown only behind the one it continues."""
+    whole = rows(show("tree", "--by", by, "--json"))
+    for most in range(1, len(whole) + 1):
+        found = rows(show("tree", "--by", by, "--top", str(most), "--json"))
+        assert len(found) == most
+        seen = {0}
+        for row in found:
+            assert row["parent"] in seen
+            seen.add(row["node"])
+    assert "1 more" in show("tree", "--by", by, "--top", "3")
+
+
+def test_a_conversation_is_one_line(tmp_path: Path, show: Shown) -> None:
+    """Turns that nobody else goes on from make one prefix, of as many nodes."""
+    pool = made()
+    session = pool.open_session()
+    for turns in range(1, 6):
+        cache(pool, session, fresh(20 * turns, 0))
+    with served(tmp_path / "k.sock", view_of(default=pool)):
+        (row,) = rows(show("tree", "--json"))
+        assert (row["start"], row["stop"], row["nodes"], row["subtree_tokens"]) == (0, 100, 5, 100)
+        assert "0..100 (5 nodes)" in show("tree")
+
+
+def test_a_tree_that_changed_while_it_was_read_is_shown_without_what_hangs_in_the_air() -> None:
+    """Nodes whose parents are missing, or end elsewhere, are left out with all behind them; nothing loops."""
+    columns = {
+        "node": [20, 21, 22, 23, 24, 25], "parent": [16, 20, 99, 22, 20, 24], "depth": [0, 5, 7, 9, 8, 1],
+        "tokens": [5, 5, 2, 3, 4, 4], "extents": [1] * 6, "holds": [0] * 6, "age": [1] * 6, "priority": [0] * 6,
+    }  # fmt: skip
+    found = tree.chains(columns, {16})
+    assert {(each.start, each.stop) for each in found.values()} == {(0, 10)}
+    loop = {**columns, "parent": [21, 20, 23, 22, 25, 24]}
+    assert tree.chains(loop, {16}) == {}
+
+
+def test_frag_defines_what_it_shows(
+    daemon: FakeDaemon, show: Shown, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every figure of the table is a key of the JSON, and its definition stands in the help."""
+    out = show("frag")
+    row = rows(show("frag", "--json"))[0]
+    with pytest.raises(SystemExit):
+        ctl.main(["frag", "--help"])
+    told = capsys.readouterr().out
+    for name in re.findall(r"^([a-z_0-9]+_(?:pct|tokens))\b", out, re.MULTILINE):
+        assert name in row
+        assert name in told
+    assert "usable_run_pct" in told
+    assert "1,024" in out
+
+
+def test_an_audit_that_finds_something_fails(daemon: FakeDaemon, show: Shown) -> None:
+    """Sound is exit code 0; a fault is named and is exit code 1, in JSON as well."""
+    assert re.fullmatch(r"default: sound \(1\.5 ms\)\n", show("audit"))
+    daemon.faults = ["slots 3..4 have no owner"]
+    out = show("audit", code=1)
+    assert "1 fault " in out
+    assert "slots 3..4 have no owner" in out
+    assert rows(show("audit", "--json", code=1))[0]["faults"] == daemon.faults
+
+
+def test_evicting_frees_what_nobody_reads(
+    daemon: FakeDaemon, show: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count, a share or all; a little at a time; what is in use stays, and that is said."""
+    from kvslot.cli import evict
+
+    monkeypatch.setattr(evict, "EACH", 16)
+    core = daemon.view.pools["default"].core
+    before = core.tree.evictable
+    assert "evicted 20 tokens;" in show("evict", "20")
+    assert core.tree.evictable == before - 20
+    row = rows(show("evict", "100%", "--json"))[0]
+    assert list(row) == ["pool", "asked", "evicted", "evictable_left", "free"]
+    assert row["evicted"] == before - 20
+    assert row["evictable_left"] == 0
+    assert "evicted 0 tokens of 1,000: the rest is in use" in show("evict", "1k")
+    assert "evicted 0 tokens;" in show("evict", "all")
+    assert core.tree.tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("5", 5), ("20k", 20_000), ("1.5M", 1_500_000), ("25%", 250), ("all", 1000), ("1_000", 1000)],
+)
+def test_amounts_are_counts_shares_or_all(text: str, tokens: int) -> None:
+    """What --help names as an amount is one."""
+    from kvslot.cli import evict
+
+    assert evict.tokens_of(evict._amount(text), 1000) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "-1", "many", "k", "101%", "5 tokens", "1e9"])
+def test_other_amounts_are_refused(text: str) -> None:
+    """And anything else is not."""
+    from kvslot.cli import evict
+
+    with pytest.raises(argparse.ArgumentTypeError):
+        evict._amount(text)
+
+
+def test_eviction_asks_which_pool_where_there_are_several(tmp_path: Path, show: Shown) -> None:
+    """Nothing is evicted from a pool that was not named."""
+    with served(tmp_path / "k.sock", view_of(a=made(), b=made())):
+        assert "a, b" in show("evict", "all", code=2)
+        assert show("evict", "all", "--pool", "b").startswith("b: ")
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+def test_a_daemon_that_is_not_there_is_one_line_with_the_remedy(
+    command: str, tmp_path: Path, show: Shown
+) -> None:
+    """No socket, a socket of a daemon that has ended, one that may not be opened, and a path no socket can have."""
+    more = ["5"] if command == "evict" else []
+    assert "start kvslotd" in show(command, *more, code=5)
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / "k.sock"))
+    stale.close()
+    out = show(command, *more, code=5)
+    assert "left over" in out
+    assert "start kvslotd" in out
+    code = ctl.main([command, *more, "--socket", str(tmp_path / ("x" * 150))])
+    assert code == 5
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every socket")
+def test_a_socket_that_may_not_be_opened_names_the_setting(
+    daemon: FakeDaemon, show: Shown, tmp_path: Path
+) -> None:
+    """Without permission the remedy is in the daemon's configuration."""
+    (tmp_path / "k.sock").chmod(0)
+    assert "socket_group" in show("status", code=5)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+def test_a_daemon_that_lets_this_user_not_ask_says_whom_it_does(
+    command: str, daemon: FakeDaemon, show: Shown
+) -> None:
+    """Denied is exit code 5 and names the setting that would allow it."""
+    daemon.denies = True
+    assert "control_uids" in show(command, *(["5"] if command == "evict" else []), code=5)
+
+
+def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show: Shown) -> None:
+    """Bytes that are no frame of ours end in one line, no traceback."""
+    daemon.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    assert "is it a kvslotd" in show("status", code=5)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+def test_an_unknown_pool_names_those_there_are(command: str, daemon: FakeDaemon, show: Shown) -> None:
+    """A typing error is a matter of usage."""
+    more = ["5"] if command == "evict" else []
+    assert "default" in show(command, *more, "--pool", "defualt", code=2)
+
+
+def test_a_json_file_that_cannot_be_written_is_said(daemon: FakeDaemon, show: Shown, tmp_path: Path) -> None:
+    """A folder in the way is no traceback."""
+    assert "cannot write" in show("status", f"--json={tmp_path}", code=3)
+
+
+def test_an_empty_daemon_is_shown_plainly(tmp_path: Path, show: Shown) -> None:
+    """Nothing connected and nothing cached is no special case to anybody."""
+    with served(tmp_path / "k.sock", view_of(default=made())):
+        for command in COMMANDS:
+            assert show(command)
+        assert "nothing is cached" in show("tree")
+
+
+def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """The shells' completion has the commands and their options, and files where a file is meant."""
+    for shell in ("bash", "zsh", "tcsh"):
+        with pytest.raises(SystemExit) as end:
+            ctl.main(["--print-completion", shell])
+        assert end.value.code == 0
+        told = capsys.readouterr().out
+        for command in (*COMMANDS, "evict"):
+            assert command in told
+        assert "socket" in told
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a command means, how it is called, and what its exit code tells."""
+    with pytest.raises(SystemExit) as end:
+        ctl.main([command, "--help"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    assert f"  kvslotctl {command}" in told
+    assert "exit codes:" in told
+    assert max(len(line) for line in told.splitlines()) <= 120
