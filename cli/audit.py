@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 Has the daemon recount each pool from nothing: every slot has one owner, references equal the holders found, tokens,
 keys and parents of the prefix tree agree, sums equal the recount. Exit code 1 if anything does not: that is a fault of
-kvslot, so please report what is printed. Costs the daemon some milliseconds per 10,000 cached prefixes."""
+kvslot, so please report what is printed. A copy of the daemon counts, as of one moment, while it goes on serving."""
 
 EXAMPLES: Final = """\
   kvslotctl audit                              all pools

@@ -418,12 +418,15 @@ def test_a_daemon_that_is_not_there_is_one_line_with_the_remedy(
     assert code == 5
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every socket")
 def test_a_socket_that_may_not_be_opened_names_the_setting(
-    daemon: FakeDaemon, show: Shown, tmp_path: Path
+    show: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without permission the remedy is in the daemon's configuration."""
-    (tmp_path / "k.sock").chmod(0)
+
+    def refuse(self: socket.socket, address: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)  # root may open every socket
     assert "socket_group" in show("status", code=5)
 
 

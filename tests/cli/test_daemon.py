@@ -1,0 +1,135 @@
+"""The commands against a running kvslotd with clients of its own: what they show is what those clients did."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvslot.api.wire import Namespace, messages
+from kvslot.cli import ctl
+
+from ..tools.daemon import Running, running
+from ..tools.wire import Wire, tokens
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Running]:
+    """Two pools, nobody connected."""
+    with running(pools=[{}, {"name": "other", "blocks": 33}]) as each:
+        yield each
+
+
+def told(capsys: pytest.CaptureFixture[str], daemon: Running, command: str, *argv: str, code: int = 0) -> str:
+    """What a command prints."""
+    found = ctl.main([command, "--socket", str(daemon.socket), *argv])
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out or err
+
+
+def document(capsys: pytest.CaptureFixture[str], daemon: Running, command: str, *argv: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(told(capsys, daemon, command, *argv, "--json"))
+    return found
+
+
+def test_every_command_shows_what_a_client_did(daemon: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt published and freed, another still running: status, clients, map, tree and frag agree on them."""
+    with Wire(daemon.socket) as wire:
+        wire.hello("engine-1", namespace=Namespace("acme", "m", "", "grain"))
+        space = wire.namespace
+        wire.call(messages.Allocate, space, 1, tokens(100))
+        wire.call(messages.Commit, 1, 100)
+        wire.call(messages.Free, 1)
+        admitted = wire.call(messages.Allocate, space, 2, tokens(130))
+        assert admitted.hit == 100
+
+        (pool, other) = document(capsys, daemon, "status")["pools"]
+        assert (pool["cached"], pool["private"], other["cached"]) == (100, admitted.capacity - 100, 0)
+        (client,) = document(capsys, daemon, "clients")["rows"]
+        assert (client["name"], client["pid"], client["uid"]) == ("engine-1", os.getpid(), os.getuid())
+        assert (client["sequences"], client["charged"]) == (1, admitted.capacity - 100)
+        totals = document(capsys, daemon, "map")["totals"]
+        assert totals["leased"] == 100
+        assert totals["private"] + totals["room"] == admitted.capacity - 100
+        whole = document(capsys, daemon, "tree")
+        assert [(row["start"], row["stop"], row["held"]) for row in whole["rows"]] == [(0, 100, True)]
+        (namespace,) = whole["namespaces"]
+        assert (namespace["tenant"], namespace["salted"]) == ("acme", True)
+        assert document(capsys, daemon, "frag")["rows"][0]["free"] == pool["free"]
+        for command in ("status", "clients", "map", "tree", "frag", "audit"):
+            text = told(capsys, daemon, command)
+            assert "default" in text
+            assert "grain" not in text
+        assert "engine-1" in told(capsys, daemon, "clients")
+        assert "nobody" in told(capsys, daemon, "clients", "--pool", "other")
+
+
+def test_a_lost_client_is_shown_until_its_process_is_gone(
+    daemon: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its connection ended and its process lives: the session is `lost`, its slots are quarantined on the map."""
+    program = (
+        "import sys; from kvslot.api.wire import *; from kvslot.api.wire import messages as m; import socket\n"
+        "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
+        "s.sendall(encode(m.Hello(1, VERSION, 'careless')))\n"
+        "_, rights, _, _ = s.recvmsg(65536, 4096)\n"
+        "r = Reader(1 << 20); s.sendall(encode(m.OpenNamespace(2, Namespace('t'))))\n"
+        "n = decode_outgoing(r.feed(s.recv(65536))[0]).namespace\n"
+        "s.sendall(encode(m.Allocate(3, n, 7, bytes(4 * 40)))); s.recv(65536)\n"
+        "s.close(); print('lost', flush=True); sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-Ic", program, str(daemon.socket)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"lost\n"
+        for _ in range(1000):
+            rows = document(capsys, daemon, "clients")["rows"]
+            if [row["state"] for row in rows if row["name"] == "careless"] == ["lost"]:
+                break
+        else:
+            raise AssertionError("it is not shown as lost")
+        assert re.search(r"careless.*lost", told(capsys, daemon, "clients"))
+        assert document(capsys, daemon, "map")["totals"]["quarantined"] >= 40
+        assert "of them lost" in told(capsys, daemon, "status")
+    finally:
+        process.communicate(b"")
+    for _ in range(1000):
+        if not document(capsys, daemon, "clients")["rows"]:
+            break
+    else:
+        raise AssertionError("its process is gone, and its session is not")
+    assert document(capsys, daemon, "map")["totals"]["quarantined"] == 0
+    assert all(row["sound"] for row in document(capsys, daemon, "audit")["rows"])
+
+
+def test_eviction_empties_what_nobody_reads(daemon: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of one pool's cache goes, and the daemon says how much is free then."""
+    with Wire(daemon.socket) as wire:
+        wire.hello(pool="other")
+        wire.call(messages.Allocate, wire.namespace, 1, tokens(200, 5))
+        wire.call(messages.Commit, 1, 200)
+        wire.call(messages.Free, 1)
+    assert document(capsys, daemon, "evict", "50", "--pool", "other")["rows"][0]["evicted"] == 50
+    row = document(capsys, daemon, "evict", "all", "--pool", "other")["rows"][0]
+    assert (row["evicted"], row["evictable_left"], row["free"]) == (150, 0, 512)
+    assert "default, other" in told(capsys, daemon, "evict", "all", code=2)
+
+
+def test_every_kind_of_the_daemon_can_be_inspected(daemon: Running) -> None:
+    """Kinds without a command of their own are there for tools: each answers with rows."""
+    with Wire(daemon.socket) as wire:
+        wire.hello()
+        for kind in ("status", "pools", "sessions", "namespaces", "tickets", "latency", "settings", "config"):
+            answer = wire.call(messages.Inspect, kind)
+            assert isinstance(answer, messages.Inspected), answer
+            assert answer.rows or kind == "tickets"
+        assert isinstance(wire.call(messages.Inspect, "nonsense"), messages.Error)
