@@ -80,6 +80,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	done; \
 	echo "Installing kvslot and its tools into $(VENV) (under a minute) ..."; \
 	$(PIP) install $(PIN) hatchling || { echo "pip could not install; is a package index reachable?" >&2; exit 1; }; \
-	$(PIP) install $(PIN) --no-build-isolation --editable '.[dev]'; \
+	$(PIP) install $(PIN) --no-build-isolation --editable '.[dev,uvloop]'; \
 	touch $@; \
 	echo "Ready: commands are in $(BIN)."

@@ -1,0 +1,102 @@
+"""docs/protocol.md against the code: whoever changes a message changes the page."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvslot.api.wire import CODES, messages, page
+from kvslot.daemon import inspection, server
+from kvslot.daemon.config import Settings
+from kvslot.daemon.connection import TURN_VERBS
+from kvslot.daemon.verbs import EVICT_TOKENS, NAMESPACES, TABLE
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
+
+
+def section(title: str) -> list[list[str]]:
+    """Rows of the first table under a heading."""
+    text = PAGE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def shown(field: msgspec.structs.FieldInfo) -> str:
+    """A field as the page has it."""
+    default: Any = field.default
+    if default is msgspec.NODEFAULT:
+        if field.default_factory is msgspec.NODEFAULT:
+            return field.name
+        default = field.default_factory()
+    match default:
+        case messages.Namespace():
+            text = "four empty names"
+        case [] | ():
+            text = "none"
+        case "" | b"":
+            text = "empty"
+        case bool():
+            text = str(default).lower()
+        case _:
+            text = str(default)
+    return f"{field.name} ({text})"
+
+
+def of(kind: Any) -> list[str]:
+    """Number, name and fields of a message."""
+    fields = ", ".join(shown(each) for each in msgspec.structs.fields(kind))
+    return [str(kind.__struct_config__.tag), kind.__name__, fields]
+
+
+def test_messages_are_listed_with_their_numbers_fields_and_permissions() -> None:
+    """Every request, reply and push is on the page, with its fields in order, their defaults and its permission."""
+    for title, union in (
+        ("Requests", messages.Request),
+        ("Replies", messages.Reply),
+        ("Pushes", messages.Push),
+    ):
+        kinds = sorted(typing.get_args(union), key=lambda kind: int(kind.__struct_config__.tag))
+        rows = section(title)
+        assert [row[:3] for row in rows] == [of(kind) for kind in kinds]
+        if title == "Requests":
+            assert [row[3] for row in rows] == [TABLE[kind].permission.name.lower() for kind in kinds]
+
+
+def test_errors_are_listed() -> None:
+    """Every code of an Error is on the page under its name."""
+    assert {int(row[0]): row[1] for row in section("Errors")} == {
+        code: kind.__name__ for code, kind in CODES.items()
+    }
+
+
+def test_session_page_is_as_described() -> None:
+    """The words of the session page stand where the page says."""
+    rows = section("The session page")
+    assert {row[1]: int(row[0]) for row in rows} == {
+        name: getattr(page, name) for name in ("SUBMITTED", "COMPLETED", "EPOCH", "BUSY", "PUSHES", "WAKE")
+    }
+
+
+def test_limits_are_as_described() -> None:
+    """Settings named as limits exist, with the default that the page gives; so do the fixed ones."""
+    text = PAGE.split("\n## Limits\n", 1)[1]
+    defaults = Settings()
+    named = re.findall(r"`([a-z_]+)` \(([0-9.]+)(?: (MiB))?\)", text)
+    assert len(named) >= 7
+    for name, figure, unit in named:
+        assert getattr(defaults, name) == float(figure) * (1 << 20 if unit else 1), name
+    assert f"| verbs of one client in a turn | {TURN_VERBS} |" in text
+    assert f"| namespaces of a session | {NAMESPACES} |" in text
+    assert f"| tokens of one Evict | {EVICT_TOKENS} |" in text
+
+
+def test_kinds_and_settings_are_as_described() -> None:
+    """What can be inspected and what can be changed is listed in full."""
+    for kind in inspection.KINDS:
+        assert f"`{kind}`" in PAGE.split("**Inspect.**", 1)[1].split("\n\n", 1)[0]
+    for name in server.CHANGEABLE:
+        assert f"`{name}`" in PAGE.split("**SetConfig.**", 1)[1].split("\n\n", 1)[0]
