@@ -132,6 +132,9 @@ class Member:
             os.ftruncate(descriptor, PAGE_BYTES)
             _seal(descriptor)
             self.page = SessionPage(descriptor)
+            # One that joins a group begins where that stands.
+            self.page.words[SUBMITTED] = self.session.submitted
+            self.page.words[COMPLETED] = self.session.completed
             self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
             os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import TYPE_CHECKING
 
 from kvslot.allocator import Pool, PoolConfig
@@ -45,7 +44,7 @@ class HostedPool:
             windowed=config.windowed,
             fingerprint=layout.fingerprint,
             size_bytes=layout.size_bytes(core.slots),
-            generation=secrets.randbits(62),
+            generation=device.export().generation,
             kind="memfd",
             planes=layout.place(core.slots),
         )

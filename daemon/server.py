@@ -648,13 +648,9 @@ class Server:
         if name not in CHANGEABLE:
             raise BadRequest(f"{name!r} cannot be changed while running; these can: {', '.join(CHANGEABLE)}")
         try:
-            # As it would be read from the environment: the same rule checks it.
-            read = config.load(
-                environ={"KVSLOT_SOCKET": self.settings.socket, f"{config.PREFIX}{name.upper()}": value}
-            )
+            self.settings = config.changed(self.settings, name, value)
         except config.ConfigError as error:
             raise BadRequest(str(error)) from None
-        self.settings = msgspec.structs.replace(self.settings, **{name: getattr(read, name)})
         if name == "log_level":
             logs.set_level(value)
         log.info("setting_changed", name=name, value=value)
@@ -773,6 +769,7 @@ async def _serve(settings: config.Settings, pools: list[HostedPool], endpoint: E
         code = await server.run()
     finally:
         server.close()
+    logs.tell_suppressed(log)
     log.info("ended", code=code)
     return code
 
@@ -780,7 +777,7 @@ async def _serve(settings: config.Settings, pools: list[HostedPool], endpoint: E
 def _host(settings: config.PoolSettings, *, prefault: bool) -> HostedPool:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
-    device = MemoryDevice(layout.geometry(pool_config.blocks * pool_config.block_size))
+    device = MemoryDevice(layout.geometry(pool_config.blocks * pool_config.block_size), name=settings.name)
     if prefault:
         _prefault(settings.name, device)
     return HostedPool(settings, layout, pool_config, device)
