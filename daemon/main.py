@@ -1,7 +1,7 @@
 """`kvslotd`: reads the settings, says what is wrong with them or what they come to, and serves.
 
-    0  ended as told to            2  settings that cannot be used, or memory that is not there
-    1  a fault of the daemon       3  the socket cannot be had: another daemon serves it, or its folder refuses
+    0   ended as told to          2  settings that cannot be used, or memory that is not there
+    70  a fault of the daemon     3  the socket cannot be had: another daemon serves it, or its folder refuses
 
 A supervisor that starts the daemon again should not do so after 2 or 3.
 """
@@ -56,8 +56,8 @@ Settings are read from the file, then from the environment (KVSLOT_SOCKET, KVSLO
 then from flags; the last one holds.  SIGTERM and SIGINT drain: no new work, then the end.
 
 exit codes:
-  0  ended as told to            2  settings that cannot be used, or memory that is not there
-  1  a fault of the daemon       3  the socket cannot be had
+   0  ended as told to             2  settings that cannot be used, or memory that is not there
+  70  a fault of the daemon        3  the socket cannot be had
 """
 
 
@@ -185,7 +185,7 @@ def _refuse(error: Any, arguments: argparse.Namespace) -> int:
     if error.problems == ["no pool is configured"]:
         print(
             "\nA daemon serves at least one pool.  Give --config FILE with, for example,\n\n"
-            + "".join(f"    {line}\n" for line in EXAMPLE.splitlines())
+            + "".join(f"    {line}".rstrip() + "\n" for line in EXAMPLE.splitlines())
             + "\nor --demo for a small one to try things on.",
             file=sys.stderr,
         )

@@ -154,8 +154,10 @@ class MemoryDevice:
             raise
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
             self._map.madvise(advice)
-        self._planes = list(_planes(self._map, geometry))
-        self._groups = list(_groups(self._map, geometry))
+        # Of all ways to an array only `frombuffer` keeps the mapping from being closed under it.
+        memory = np.frombuffer(self._map, np.uint8)
+        self._planes = list(_planes(memory, geometry))
+        self._groups = list(_groups(memory, geometry))
         self._lanes = (_Lane(0), _Lane(1))
         self._streams: dict[
             int, tuple[_Lane, deque[int]]
@@ -247,10 +249,11 @@ class MemoryDevice:
         return time.monotonic()
 
     def close(self) -> None:
-        self._must_be_open()
+        if not self._open:
+            raise DeviceFault("the device is closed")
         with self._work:
             pending = self._pending()
-            if pending:
+            if pending and self._broken is None:
                 raise DeviceFault(f"closed while {pending} copies are pending")
             self._open = False
             self._stopping = True
@@ -507,13 +510,13 @@ def size_text(size: int) -> str:
 # -- inside -------------------------------------------------------------------------------------------------------
 
 
-def _planes(memory: mmap.mmap, geometry: Geometry) -> Iterator[Bytes]:
+def _planes(memory: Bytes, geometry: Geometry) -> Iterator[Bytes]:
     """Each plane as [slot, byte]."""
     for offset, size in zip(geometry.offsets, geometry.slot_bytes, strict=True):
         yield np.ndarray((geometry.slots, size), np.uint8, memory, offset)
 
 
-def _groups(memory: mmap.mmap, geometry: Geometry) -> Iterator[Bytes]:
+def _groups(memory: Bytes, geometry: Geometry) -> Iterator[Bytes]:
     """The planes again, as [plane, slot, byte]: those of one width that lie equally far apart in one array each.
 
     Widths repeat layer by layer (k, v, k.scale, v.scale), so the k, the v, and so on are such a row; and where all are
