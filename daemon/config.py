@@ -217,8 +217,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Rule(
             "path",
-            "the Unix socket to listen on; default: $XDG_RUNTIME_DIR/kvslot/kvslot.sock, or "
-            "/run/kvslot/kvslot.sock for root and where that variable is not set",
+            "the Unix socket to listen on; unset: $XDG_RUNTIME_DIR/kvslot/kvslot.sock, or "
+            "/run/kvslot/kvslot.sock for root and without that variable",
             high=4096,
         ),
     ] = ""
@@ -894,29 +894,47 @@ def dump(effective: Effective, sums: Sequence[PoolSum]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def documentation() -> list[str]:
+    """A table row, in Markdown, for each setting; docs/daemon.md holds them all."""
+    rows = []
+    for struct, rules in ((Settings, SETTINGS), (PoolSettings, POOL), (LayoutTable, LAYOUT)):
+        defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+        for key, rule in rules.items():
+            value = defaults[key]
+            known = value is not None and value != "" and not (value == 0 and rule.low > 0)
+            default = f"`{_text(value, rule)}`" if known else ""
+            allowed = rule.allowed().partition(", in bytes")[0]
+            if rule.kind in ("text", "path", "layout", "users", "groups"):
+                allowed = {"users": "ids or names", "groups": "ids or names"}.get(rule.kind, rule.kind)
+            rows.append(f"| `{key}` | {default} | {allowed.replace('_', '')} | {rule.text} |")
+    return rows
+
+
 def _line(key: str, value: object, rule: Rule, origin: str) -> str:
+    return f"{key} = {_text(value, rule)}".ljust(40) + f"  # {origin}"
+
+
+def _text(value: object, rule: Rule) -> str:
+    """A value as TOML has it."""
     match value:
         case bool():
-            text = str(value).lower()
+            return str(value).lower()
         case int() if rule.kind == "mode":
-            text = f"0o{value:o}"
-        case int() if rule.kind == "size" and value >= 1 << 20 and value % (1 << 20) == 0:
-            text = (
-                f'"{size_text(value).replace(" ", "")}"' if value % (1 << 30) == 0 else f'"{value >> 20}MiB"'
-            )
+            return f"0o{value:o}"
+        case int() if rule.kind == "size" and value and value % (1 << 20) == 0:
+            return f'"{value >> 30}GiB"' if value % (1 << 30) == 0 else f'"{value >> 20}MiB"'
         case int() | float():
-            text = f"{value}"
-        case str():
-            text = msgspec.json.encode(value).decode()
+            return f"{value}"
         case LayoutTable():
             fields = {name: getattr(value, name) for name in LAYOUT if getattr(value, name)}
-            inner = ", ".join(
-                f"{name} = {msgspec.json.encode(each).decode()}" for name, each in fields.items()
-            )
-            text = f"{{ {inner} }}"
+            return "{ " + ", ".join(f"{name} = {_json(each)}" for name, each in fields.items()) + " }"
         case _:
-            text = msgspec.json.encode(value).decode()
-    return f"{key} = {text}".ljust(40) + f"  # {origin}"
+            return _json(value)
+
+
+def _json(value: object) -> str:
+    """Text, numbers and lists are the same in TOML, but for one control character."""
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -955,6 +973,7 @@ __all__ = [
     "changed",
     "check_memory",
     "default_socket",
+    "documentation",
     "dump",
     "flag_of",
     "group_id",
