@@ -67,8 +67,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def write_json(data: bytes, where: str) -> None:
     """To stdout for "-", else to that file, whose folder is made."""
     if where == "-":
-        sys.stdout.write(data.decode())
+        # As bytes: JSON is UTF-8 whatever the terminal speaks.
         sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
         return
     path = Path(where)
     path.parent.mkdir(parents=True, exist_ok=True)

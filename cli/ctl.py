@@ -8,6 +8,7 @@ function from the parsed arguments to an exit code.  Modules load what they need
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
@@ -68,6 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code is returned.  argparse exits by itself on --help and wrong usage."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- started with standard output closed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a name from elsewhere must not end a command on an ASCII terminal
     try:
         arguments = parser().parse_args(argv)
         code: int = arguments.handler(arguments)

@@ -487,3 +487,21 @@ def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFi
     assert f"  kvslotctl {command}" in told
     assert "exit codes:" in told
     assert max(len(line) for line in told.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_output_that_knows_only_ascii_gets_ascii(command: str, daemon: FakeDaemon, tmp_path: Path) -> None:
+    """No bar, cell or name ends a command with a traceback; JSON is UTF-8 all the same."""
+    hosted = daemon.view.pools.pop("default")
+    hosted.name = "b\u00fcro"
+    daemon.view.pools[hosted.name] = hosted
+    argv = [sys.executable, "-I", "-X", "utf8=0", "-m", "kvslot.cli.ctl", command]
+    argv += ["--socket", str(tmp_path / "k.sock")]
+    for more in ([], ["--json"]):
+        done = subprocess.run(
+            [*argv, *more], capture_output=True, check=False,
+            env={"PATH": os.environ["PATH"], "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        text = done.stdout.decode("utf-8" if more else "ascii")
+        assert ("b\u00fcro" if more else "b?ro") in text
