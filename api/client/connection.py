@@ -88,7 +88,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         except OSError as error:
             self._socket.close()
-            raise Disconnected(f"no daemon at {self.path}: {_remedy(error, self.path)}") from error
+            raise Disconnected(f"no daemon at {self.path}: {remedy(error, self.path)}") from error
 
     def send(self, frame: bytes, frames: int = 1) -> None:
         """Sends `frame`, which may be several in a row."""
@@ -234,7 +234,8 @@ def close_all(descriptors: Iterable[int]) -> None:
             os.close(descriptor)
 
 
-def _remedy(error: OSError, path: str) -> str:
+def remedy(error: OSError, path: str) -> str:
+    """What is wrong when a daemon's socket cannot be connected to, and what to do about it."""
     match error:
         case FileNotFoundError():
             return "there is no such socket; start kvslotd, or name its socket (argument, or KVSLOT_SOCKET)"

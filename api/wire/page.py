@@ -35,6 +35,10 @@ class SessionPage:
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
         self.words = memoryview(self._map).cast("B").cast("Q")
 
+    def keep_from_children(self) -> None:
+        """A process forked from this one will not have the mapping."""
+        self._map.madvise(mmap.MADV_DONTFORK)
+
     def close(self) -> None:
         """Ends the mapping."""
         self.words.release()

@@ -1,0 +1,814 @@
+"""The engine's side of the wire: one blocking socket, one shared page, and no word to the daemon while decoding.
+
+    with Client(page=16) as client:
+        sequence = client.admit(prompt)
+        while ...:
+            with client.step():                     # replies of earlier steps are taken in here
+                slot = sequence.append(token)       # arithmetic
+                ... compute, read and write K and V through client.pool ...
+                                                    # refills, frees and trims of this step leave here, in one frame
+        sequence.commit()
+        sequence.free()
+
+A call (allocate, probe, ...) is one send and one receive.  What was posted before it goes ahead of it in the same send,
+so that the daemon sees everything in the order of the program.
+
+One thread at a time.  A child of a fork cannot use its parent's client: everything raises WrongProcess there, and
+nothing reaches the parent's socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from kvslot.api.client.connection import Connection, close_all
+from kvslot.api.client.errors import AdmissionTimeout, Closed, NeverFits, OutOfRoom
+from kvslot.api.client.memory import PoolMemory, _inherited
+from kvslot.api.client.sequence import Sequence
+from kvslot.api.client.session import Event, Session, Statistics
+from kvslot.api.client.table import QUEUED, SENT, SETTLED, Table, Tokens, freed, token_bytes
+from kvslot.api.wire import (
+    BUSY,
+    COMPLETED,
+    PAGE_BYTES,
+    PUSHES,
+    SUBMITTED,
+    VERSION,
+    WAKE,
+    BadRequest,
+    Disconnected,
+    KvslotError,
+    Namespace,
+    OutOfTurn,
+    PeerFault,
+    Refused,
+    SessionPage,
+    StaleSession,
+    encode,
+    messages,
+    refusal,
+)
+from kvslot.api.wire.messages import (
+    Admitted,
+    Allocate,
+    Batch,
+    Commit,
+    Done,
+    Extend,
+    Fork,
+    Forked,
+    Free,
+    Grown,
+    Later,
+    Never,
+    Results,
+    Trim,
+)
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+UNHEARD: Final = -(1 << 62)  # there is no page that would tell of pushes: the socket is looked at every time
+WAIT_SECONDS: Final = 5.0  # longest sleep of a waiting call before it looks at its connection again
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What proves that a session is one's own: to join its group from another process, or to take it up again.
+
+    Can be pickled; keep it as you keep a password.
+    """
+
+    session: int
+    secret: bytes = field(repr=False)
+    boot: int = 0
+
+
+class Step:
+    """One step of the engine, as a context: submitted on the way in, completed on the way out."""
+
+    __slots__ = ("_client",)
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def __enter__(self) -> int:
+        return self._client.submit()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        client = self._client
+        if error is None:
+            client.complete()
+        elif client._connection.fault is None:
+            # What went wrong is told by `error`; the step is over all the same.
+            with contextlib.suppress(KvslotError):
+                client.complete()
+
+
+class Client:
+    """A session with the daemon, for an engine: blocking calls, local appends, views of the pool."""
+
+    def __init__(
+        self,
+        socket: str = "",
+        *,
+        name: str = "",
+        pool: str = "",
+        namespace: Namespace | None = None,
+        page: int = 1,
+        append: str = "",
+        peel_max: int = -1,
+        movable: bool = False,
+        map: bool = True,  # noqa: A002 - the word of the wire
+        quota: int = 0,
+        fingerprint: str = "",
+        group: Token | None = None,
+        resume: Token | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """Connects and opens a session.
+
+        `socket`: of the daemon ("": the usual place).  `name`: of this client, for people.  `pool`: which one ("": the
+        first).  `namespace`: root of the prefix tree that requests go to unless they say otherwise.  `page`: slots per
+        page of this engine's kernels.  `append`: "chain" or "peel"; `peel_max`: most tokens a peel copies.  `quota`: of
+        slots; 0: what the pool allows.  `fingerprint`: of the layout that the engine was built for; another is refused.
+        `group`: `token` of another process's client of the same engine.  `resume`: `token` of a client of this process
+        that lost its connection.  `timeout`: seconds that any one answer may take.
+
+        Raises Disconnected when there is no daemon, and what the daemon refuses with: StaleSession for a session of an
+        earlier boot, WrongVersion for another layout, NotFound for a pool that is not there, ...
+        """
+        self._connection: Connection
+        self._timeout = timeout
+        self._pid = os.getpid()
+        self._submitted = self._completed = 0
+        self._heard = 0
+        self._page: SessionPage | None = None
+        self._wake = -1
+        self._closed = False
+        self._namespaces: dict[Namespace, int] = {}
+        self._request = messages.Hello(
+            1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
+            movable, map, quota, 0, 0, group.session if group else 0, group.secret if group else b"",
+        )  # fmt: skip
+        if group is not None and resume is not None:
+            raise BadRequest("group joins a session and resume takes one up again: name one of them")
+        welcome, descriptors = self._hello(socket, resume)
+        try:
+            self.pool = PoolMemory(welcome.pool, descriptors.get("pool", -1))
+            self._take_page(descriptors)
+        except BaseException:
+            self._connection.close()
+            close_all([self._wake])
+            raise
+        finally:
+            close_all(each for what, each in descriptors.items() if what != "wake")
+        self.namespace: int = welcome.namespace
+        """The number of the namespace that requests go to unless they say otherwise."""
+        self.limits = welcome.limits
+        """What the daemon allows one session."""
+        self.server = welcome.server
+        """Name and version of the daemon, for people."""
+        self.token = Token(welcome.session, welcome.secret, welcome.boot)
+        """Proves that the session is one's own; see Token."""
+        self._namespaces[self._request.namespace] = welcome.namespace
+        first = time.monotonic_ns() if resume else 0  # what runs there already has other numbers
+        self._session = Session(welcome.limits, welcome.pool.quantum, first)
+        self._listen()
+        _clients.add(self)
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, socket: str, resume: Token | None) -> tuple[messages.Welcome, dict[str, int]]:
+        connection = self._connection = Connection(socket, timeout=self._timeout)
+        request = self._request
+        if resume is not None:
+            request = msgspec.structs.replace(
+                request, resume=resume.session, secret=resume.secret, boot=resume.boot, group=0
+            )
+        try:
+            connection.send(encode(request))
+            answer = connection.receive_with_descriptors()
+            if isinstance(answer, messages.Error):
+                raise refusal(answer.code, answer.message)
+            if not isinstance(answer, messages.Welcome):
+                raise connection.broken(f"{type(answer).__name__} came where Welcome was due")
+            numbers = connection.take_descriptors()
+            if len(numbers) != len(answer.descriptors):
+                close_all(numbers)
+                raise connection.broken(
+                    f"{len(numbers)} descriptors came, and {len(answer.descriptors)} were named"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return answer, dict(zip(answer.descriptors, numbers, strict=True))
+
+    def _take_page(self, descriptors: dict[str, int]) -> None:
+        self._wake = descriptors.get("wake", -1)
+        if "page" in descriptors:
+            self._page = SessionPage(descriptors["page"])
+            self._page.keep_from_children()
+            self._words = self._page.words
+        else:
+            # No page: nobody sees these words, and every step looks at the socket.
+            self._words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
+        self._submitted = self._words[SUBMITTED]
+        self._completed = self._words[COMPLETED]
+
+    def reconnect(self) -> None:
+        """Takes the session up again after Disconnected, with all sequences as they are here.
+
+        What was under way is settled: refills asked for are given back, sequences whose start nobody heard of are
+        freed, frees are said again.  A sequence of which a commit was under way can be committed no further.
+
+        Raises Disconnected when the daemon cannot be reached (try again later), and StaleSession when it has started
+        anew since, or has given this session up: then close this client and open another one.
+        """
+        if self._connection.fault is None:
+            raise OutOfTurn("the connection is there")
+        if self._closed or os.getpid() != self._pid:
+            raise self._connection.fault
+        lost = self._connection
+        try:
+            welcome, descriptors = self._hello(lost.path, self.token)
+        except KvslotError:
+            self._connection = lost
+            raise
+        close_all(each for what, each in descriptors.items() if what != "wake")
+        if welcome.pool.generation != self.pool.description.generation:
+            close_all([descriptors.get("wake", -1)])
+            self._connection.close()
+            self._connection = lost
+            raise StaleSession("the pool's memory is another one since: what was in it is lost")
+        close_all([self._wake])
+        self._wake = descriptors.get("wake", -1)
+        self._connection.frames_sent += lost.frames_sent
+        self._connection.frames_received += lost.frames_received
+        self._listen()
+        self._resettle()
+
+    def _listen(self) -> None:
+        """From here on, what the page says of pushes is compared with what has come."""
+        self._heard = self._words[PUSHES] - self._session.pushes if self._page is not None else UNHEARD
+
+    def _resettle(self) -> None:
+        """Says again, or takes back, what nobody knows the fate of."""
+        session = self._session
+        again: list[Free] = []
+        for _, unanswered in session.outstanding:
+            if isinstance(unanswered, list):
+                for verb, table in unanswered:
+                    if isinstance(verb, Free):
+                        again.append(verb)
+                    elif isinstance(verb, Commit):
+                        _spoil(table)
+            elif isinstance(unanswered, Allocate):
+                again.append(Free(1, unanswered.sequence))
+            elif isinstance(unanswered, Commit):
+                _spoil(session.sequences.get(unanswered.sequence))
+            elif isinstance(unanswered, Extend | Trim):
+                table = session.sequences.get(unanswered.sequence)
+                if table is not None:
+                    table._asked = SENT
+            elif isinstance(unanswered, Batch):
+                again += [Free(1, verb.child) for verb in unanswered.verbs if isinstance(verb, Fork)]
+        session.outstanding.clear()
+        session.given_up = 0
+        for verb in again:
+            # It may have been done, or never have begun: then there is nothing to free.
+            with contextlib.suppress(Refused):
+                self._call(msgspec.structs.replace(verb, id=session.next_id()), Done)
+        for table in list(session.sequences.values()):
+            if table._asked != SENT:
+                continue
+            length = table.length
+            request = Trim(session.next_id(), table.id, 0, length, self._fence(None))
+            answer = self._call(request, messages.Trimmed)
+            table._trimmed(length, answer.capacity, answer.extents)
+
+    # -- sequences -------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: int | Namespace | None = None,
+        ticket: int = 0,
+        priority: int = 0,
+        contiguous: bool = False,
+        wait_for_commit: bool = False,
+    ) -> Sequence | Later | Never:
+        """Starts a sequence, if there is room now.
+
+        Its first `hit` tokens are cached; the engine computes the others.  `priority` 0..7; `contiguous` asks for the
+        rest as one extent; `wait_for_commit` for LATER rather than a second computation of a prefix that another
+        sequence is computing.
+
+        Later: come back with its `ticket` when `events` has Ready for it, or after `retry_after_ms`.  Never: it would
+        not fit an empty pool.
+        """
+        return self._allocate(
+            token_bytes(tokens), self._root(namespace), ticket, priority, contiguous, wait_for_commit
+        )
+
+    def admit(
+        self,
+        tokens: Tokens,
+        *,
+        timeout: float | None = None,
+        namespace: int | Namespace | None = None,
+        priority: int = 0,
+        contiguous: bool = False,
+        wait_for_commit: bool = False,
+    ) -> Sequence:
+        """As `allocate`, waiting until there is room: `timeout` seconds at most (None: as long as it takes).
+
+        Raises NeverFits, and AdmissionTimeout (a TimeoutError).  Not between `submit` and `complete` of a step whose
+        completion would make the room that this waits for.
+        """
+        data, root = token_bytes(tokens), self._root(namespace)
+        end = None if timeout is None else time.monotonic() + timeout
+        ticket = 0
+        while True:
+            answer = self._allocate(data, root, ticket, priority, contiguous, wait_for_commit)
+            if isinstance(answer, Sequence):
+                return answer
+            if isinstance(answer, Never):
+                raise NeverFits(answer)
+            ticket = answer.ticket
+            if not self._wait_for(ticket, time.monotonic() + answer.retry_after_ms / 1e3, end):
+                with contextlib.suppress(Refused):
+                    self.withdraw(ticket)
+                raise AdmissionTimeout(timeout or 0.0, answer)
+
+    def probe(self, tokens: Tokens, *, namespace: int | Namespace | None = None) -> int:
+        """How many tokens of this prompt a sequence would find cached now; changes nothing."""
+        request = messages.Probe(self._session.next_id(), self._root(namespace), token_bytes(tokens))
+        return self._call(request, messages.Probed).hit
+
+    def pin(self, tokens: Tokens, *, namespace: int | Namespace | None = None) -> tuple[int, int]:
+        """Keeps what is cached of a prefix: the pin's number, and how many tokens it keeps; 0, 0 where none are."""
+        request = messages.Pin(self._session.next_id(), self._root(namespace), token_bytes(tokens))
+        answer = self._call(request, messages.Pinned)
+        return answer.pin, answer.length
+
+    def unpin(self, pin: int) -> None:
+        """Ends a pin."""
+        self._call(messages.Unpin(self._session.next_id(), pin), Done)
+
+    def withdraw(self, ticket: int) -> None:
+        """Gives a ticket up."""
+        self._call(messages.Withdraw(self._session.next_id(), ticket), Done)
+
+    def open_namespace(self, namespace: Namespace) -> int:
+        """The number of a namespace, for the calls that take one.  Known ones cost nothing."""
+        number = self._namespaces.get(namespace)
+        if number is None:
+            request = messages.OpenNamespace(self._session.next_id(), namespace)
+            number = self._namespaces[namespace] = self._call(request, messages.Opened).namespace
+        return number
+
+    def release(self, token: Token) -> None:
+        """Ends another session of this process, one that lost its connection and of which nothing is in use."""
+        self._call(messages.Release(self._session.next_id(), token.session, token.secret), Done)
+
+    def sequence(self, number: int) -> Sequence | None:
+        """The running sequence of that number, as events name them."""
+        found = self._session.sequences.get(number)
+        return found if isinstance(found, Sequence) else None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those running."""
+        return [each for each in self._session.sequences.values() if isinstance(each, Sequence)]
+
+    @property
+    def group(self) -> Token:
+        """For the other processes of this engine: `Client(group=...)`."""
+        return self.token
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> Step:
+        """One step, as a context: the device has finished with it when the block is left.
+
+        For an engine that runs ahead of its device: `submit` and `complete`.
+        """
+        return Step(self)
+
+    def submit(self) -> int:
+        """A step is about to be handed to the device; its number.  Takes in what the daemon said since the last one."""
+        connection = self._connection
+        if connection.fault is not None:
+            raise connection.fault
+        session = self._session
+        words = self._words
+        if session.outstanding or words[PUSHES] != self._heard + session.pushes:
+            self._read_along()
+        if session.waiting:
+            session.retry(time.monotonic())
+        self._submitted = number = self._submitted + 1
+        words[SUBMITTED] = number
+        words[BUSY] = 1
+        return number
+
+    def complete(self, number: int | None = None) -> None:
+        """Steps up to `number` (all, unless said) have ended on the device; then says all that is due, in one frame."""
+        connection = self._connection
+        if connection.fault is not None:
+            raise connection.fault
+        if number is None:
+            number = self._submitted
+        elif not self._completed <= number <= self._submitted:
+            raise BadRequest(
+                f"step {number} completed: {self._completed} was before, and {self._submitted} is submitted"
+            )
+        words = self._words
+        self._completed = number
+        words[COMPLETED] = number
+        if number == self._submitted:
+            words[BUSY] = 0
+        if words[WAKE] and self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+        session = self._session
+        if session.posted or session.refills or session.asked_back:
+            self.flush()
+
+    def flush(self) -> None:
+        """Says what is due now.  Needed only by an engine that has no step to come."""
+        frames = self._session.pack(self._submitted, self._completed, self._fence(None))
+        if frames:
+            self._connection.send(frames[0] if len(frames) == 1 else b"".join(frames), len(frames))
+
+    def take_copies(self) -> list[int]:
+        """Copies that any running sequence still needs before its next write (flat source, target, length, ...).
+
+        They count as made from now on: make them, on the stream that writes (`pool.copy` does it with the CPU).
+        """
+        out: list[int] = []
+        for table in self._session.sequences.values():
+            if table._copies:
+                out += table.take_copies()
+        return out
+
+    def events(self, timeout: float = 0.0) -> list[Event]:
+        """What the daemon has pushed since the last call, waiting up to `timeout` seconds for something.
+
+        Preempt: free that sequence by `sequence(number).preempt_by`.  Pressure: memory for growth is short; second runs
+        go back with the next step by themselves.  Ready, Published, Abandoned: of a ticket from `allocate`.  Draining:
+        the daemon ends.
+        """
+        end = time.monotonic() + timeout
+        self._read_along(everything=True)
+        while not self._session.events:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            self._connection.wait(min(left, WAIT_SECONDS))
+            self._read_along(everything=True)
+        events, self._session.events = self._session.events, {}
+        return list(events.values())
+
+    def statistics(self) -> Statistics:
+        """What this client has done."""
+        session, connection = self._session, self._connection
+        return Statistics(
+            frames_sent=connection.frames_sent,
+            frames_received=connection.frames_received,
+            calls=session.calls,
+            waits=session.waits,
+            batches=session.batches,
+            refills=session.refills_sent,
+            refused=session.refused,
+            pushes=session.pushes,
+            posted_errors=session.posted_errors,
+            sequences=len(session.sequences),
+            steps_submitted=self._submitted,
+            steps_completed=self._completed,
+        )
+
+    @property
+    def last_error(self) -> KvslotError | None:
+        """Why the daemon last refused something posted."""
+        return self._session.last_error
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the session and the mapping; all that it holds goes back at once.
+
+        Raises BufferError, and stays open, while an array or tensor on the pool's memory is alive.  With steps under
+        way the daemon is not told that nothing is in use: the slots come back when this process ends.
+        """
+        if self._closed:
+            return
+        if os.getpid() != self._pid:
+            self._forked()
+            return
+        self.pool.close()
+        self._end(bye=True)
+
+    def _end(self, *, bye: bool) -> None:
+        connection = self._connection
+        if bye and connection.fault is None:
+            with contextlib.suppress(KvslotError):
+                if self._submitted == self._completed:
+                    self._call(messages.Bye(self._session.next_id()), Done)
+        self._closed = True
+        connection.close(Closed("the client was closed"))
+        connection.fault = fault = Closed("the client was closed")
+        for table in list(self._session.sequences.values()):
+            self._session.forget(table, fault)
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+        close_all([self._wake])
+        self._wake = -1
+        _clients.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BufferError as alive:
+            if error is None:
+                raise
+            # The error's own traceback is likely to hold the view: it must not hide what went wrong.
+            error.add_note(f"kvslot: {alive}; its slots come back when this process ends")
+            self._end(bye=False)
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or not hasattr(self, "_session") or os.getpid() != self._pid:
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
+        bye = True
+        try:
+            self.pool.close()
+        except BufferError:
+            bye = False  # a view is still alive: the slots stay aside until this process ends
+        self._end(bye=bye)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._session.sequences)} sequences"
+        return f"<Client of pool {self.pool.name!r} at {self._connection.path}: {state}>"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _call(self, request: msgspec.Struct, kind: type[M]) -> M:
+        """One request, one reply, with all that is due said ahead of it."""
+        answer = self._ask(request)
+        if type(answer) is not kind:
+            raise self._connection.broken(f"{type(answer).__name__} came where {kind.__name__} was due")
+        return answer
+
+    def _ask(self, request: msgspec.Struct) -> messages.Outgoing:
+        session, connection = self._session, self._connection
+        if connection.fault is not None:
+            raise connection.fault
+        frame = session.fits(encode(request))
+        if session.posted or session.refills or session.asked_back:
+            frames = session.pack(self._submitted, self._completed, self._fence(None))
+            connection.send(b"".join((*frames, frame)), len(frames) + 1)
+        else:
+            connection.send(frame)
+        session.calls += 1
+        number: int = request.id  # type: ignore[attr-defined]
+        try:
+            while True:
+                answer = connection.receive()
+                if not session.apply(answer):
+                    break
+        except PeerFault as fault:
+            raise connection.broken(str(fault)) from fault
+        except BaseException:
+            # Interrupted: its reply will come all the same.  Lost: what became of it is for `reconnect` to settle.
+            session.outstanding.append((number, request))
+            session.given_up += 1
+            raise
+        if type(answer) is messages.Error:
+            if answer.id == number:
+                raise refusal(answer.code, answer.message)
+            fault_ = refusal(answer.code, answer.message)
+            connection.close(fault_)
+            raise fault_
+        if answer.id != number:  # type: ignore[union-attr]
+            raise connection.broken(f"{type(answer).__name__} came where the reply to {number} was due")
+        return answer
+
+    def _allocate(
+        self, tokens: bytes, root: int, ticket: int, priority: int, contiguous: bool, wait_for_commit: bool
+    ) -> Sequence | Later | Never:
+        session = self._session
+        sequence = Sequence(self, session.next_sequence(), root, priority)
+        answer = self._ask(
+            Allocate(
+                session.next_id(), root, sequence.id, tokens, ticket, priority, contiguous, wait_for_commit
+            )
+        )
+        if type(answer) is Admitted:
+            sequence._begin(len(tokens) >> 2, answer)
+            session.sequences[sequence.id] = sequence
+            return sequence
+        if type(answer) is Later or type(answer) is Never:
+            return answer
+        raise self._connection.broken(f"{type(answer).__name__} is no answer to Allocate")
+
+    def _fork(self, parent: Sequence, length: int, ticket: int) -> Sequence | Later:
+        if not 0 < length <= parent.length:
+            raise BadRequest(f"fork at {length}: the sequence has {parent.length} tokens")
+        session = self._session
+        self._settle(parent)
+        child = Sequence(self, session.next_sequence(), parent.namespace, parent.priority)
+        batch = Batch(
+            session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]
+        )
+        forked, grown = self._call(batch, Results).results
+        match forked:
+            case Forked():
+                pass
+            case Later():
+                return forked
+            case messages.Error():
+                raise refusal(forked.code, forked.message)
+            case _:
+                raise self._connection.broken(f"{type(forked).__name__} is no answer to Fork")
+        child._fork_from(parent, forked.length)
+        parent._own_from = max(parent._own_from, forked.length)
+        session.sequences[child.id] = child
+        try:
+            session.first_room(child, grown)
+        except PeerFault as fault:
+            raise self._connection.broken(str(fault)) from fault
+        return child
+
+    def _catch_up(self) -> None:
+        """Takes in the replies to calls that were interrupted, so that all that is known of sequences is so."""
+        while self._session.given_up:
+            self._take_in(self._connection.receive())
+
+    def _make_room(self, table: Table, tokens: int) -> None:
+        """Sees to it that `tokens` can be appended, waiting for the daemon's answer; raises OutOfRoom."""
+        session = self._session
+        if session.given_up:
+            self._catch_up()
+        session.waits += 1
+        if table._asked != SETTLED:
+            self._settle(table, drop=False)
+            if table.room >= tokens:
+                return
+        if (table._answer is not None or table._error is not None) and time.monotonic() < table._retry_at:
+            self._read_along(everything=True)  # Ready may have come
+            if table._fault is not None:
+                raise table._fault
+            if table._asked != QUEUED:
+                raise OutOfRoom(table.id, table.length, table._answer) from table._error
+        answer = table._answer
+        ticket = 0
+        if type(answer) is Later:
+            ticket = answer.ticket
+            session.waiting.pop(ticket, None)
+        table._asked = SETTLED  # this question stands for the one that was due
+        missing = tokens - table.room if tokens > 1 else 0
+        request = Extend(
+            session.next_id(), table.id, table._finished(self._submitted, self._completed), missing, ticket
+        )
+        reply = self._ask(request)
+        if type(reply) is Grown:
+            table._grown(reply)
+            if table.room >= tokens:
+                return
+            raise OutOfRoom(table.id, table.length, None)
+        if type(reply) is Later or type(reply) is Never:
+            session.denied(table, reply)
+            raise OutOfRoom(table.id, table.length, reply)
+        raise self._connection.broken(f"{type(reply).__name__} is no answer to Extend")
+
+    def _settle(self, table: Table, *, drop: bool = True) -> None:
+        """Waits until nothing about the sequence's room is under way; with `drop`, what is only due is not asked."""
+        if table._asked == QUEUED:
+            if drop:
+                table._asked = SETTLED
+                table._note_run(table.room)
+                table._seat(table.length)
+                return
+            self.flush()
+        while table._asked == SENT:
+            self._take_in(self._connection.receive())
+
+    def _take_in(self, message: messages.Outgoing) -> None:
+        """Applies a message that is no reply to a call, for there is none under way."""
+        try:
+            applied = self._session.apply(message)
+        except PeerFault as fault:
+            raise self._connection.broken(str(fault)) from fault
+        if applied:
+            return
+        if isinstance(message, messages.Error):
+            fault_ = refusal(message.code, message.message)
+            self._connection.close(fault_)
+            raise fault_
+        raise self._connection.broken(f"{type(message).__name__} came, and nothing was asked")
+
+    def _read_along(self, *, everything: bool = False) -> None:
+        """Takes in what has come, waiting for nothing."""
+        session, connection, words = self._session, self._connection, self._words
+        while everything or session.outstanding or words[PUSHES] != self._heard + session.pushes:
+            message = connection.poll()
+            if message is None:
+                return
+            self._take_in(message)
+
+    def _wait_for(self, ticket: int, until: float, end: float | None) -> bool:
+        """Waits for a push about `ticket`, or `until`; False when `end` has come."""
+        session, connection = self._session, self._connection
+        session.tickets[ticket] = False
+        try:
+            while True:
+                if session.due:
+                    self.flush()
+                self._read_along(everything=True)
+                if session.tickets[ticket]:
+                    return True
+                now = time.monotonic()
+                if end is not None and now >= end:
+                    return False
+                if now >= until:
+                    return True
+                limit = until if end is None else min(until, end)
+                connection.wait(min(limit - now, WAIT_SECONDS))
+        finally:
+            del session.tickets[ticket]
+
+    def _forget(self, table: Table) -> None:
+        self._session.forget(table, freed(table.id))
+
+    def _fence(self, fence: int | None) -> int:
+        """The step that what is given back waits for."""
+        if self._page is None:
+            return 0
+        if fence is None:
+            return self._submitted
+        if not 0 <= fence <= self._submitted:
+            raise BadRequest(f"fence {fence} is not among the steps submitted, 0..{self._submitted}")
+        return fence
+
+    def _root(self, namespace: int | Namespace | None) -> int:
+        if namespace is None:
+            return self.namespace
+        return self.open_namespace(namespace) if isinstance(namespace, Namespace) else namespace
+
+    def _forked(self) -> None:
+        """In a child of the fork: nothing of the parent's is touched, and everything says so from now on."""
+        if self._closed:
+            return
+        self._closed = True
+        fault = self._connection.forked()
+        for table in list(self._session.sequences.values()):
+            table._end(fault)
+        self.pool.abandon()
+        if self._page is not None:
+            _inherited.append((self._page, self._words))
+            self._page = None
+            self._words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
+        close_all([self._wake])
+        self._wake = -1
+
+
+def _spoil(table: Table | None) -> None:
+    if table is not None:
+        table._spoiled = Disconnected(
+            f"a commit of sequence {table.id} was under way when the connection was lost: nobody knows which of its "
+            "tokens the daemon was told, so no more of it can be published"
+        )
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable or "python")[:64]
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._forked()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
