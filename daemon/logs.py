@@ -4,8 +4,9 @@
     console   aligned and coloured, for people
     auto      console where standard error is a terminal, else json
 
-Lines go to standard error with one write each.  A reader that has gone, or a full pipe that is set not to wait, costs
-the line and is counted; the daemon goes on.  What libraries log by the standard module comes out as event "library".
+Lines go to standard error at once, and never wait for a reader that does not read: where there is no room the line is
+lost and counted (what is an error waits a moment first), and the daemon goes on.  What libraries log by the standard
+module comes out as event "library".
 
 A warning that may come a thousand times a second goes through `limited`: once a period, with the number left out since.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import select
 import sys
 import time
 from typing import Any, Final, TextIO
@@ -25,6 +27,11 @@ import structlog
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "critical": 2}
 """By syslog, as journald reads them from a "<4>" before the line."""
+
+CHUNK_BYTES: Final = 4096
+"""PIPE_BUF: what a pipe with room takes whole."""
+PATIENCE_MS: Final = 200
+"""How long an error waits for room; longer than a busy collector takes, short enough for those we keep waiting."""
 
 KEYS_MAX: Final = 1024
 """Events that `limited` keeps count of: names in the code, so that this is never met."""
@@ -116,30 +123,50 @@ _lost = [0]
 
 
 class _Lines:
-    """What structlog calls a logger: takes rendered lines of every level, one write each."""
+    """What structlog calls a logger: takes rendered lines.
+
+    A pipe or socket that says it has room takes `CHUNK_BYTES` without waiting, so that much is written at a time.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
+        self._torn = False  # the last line was cut off
+        self._room: select.poll | None = None
         try:
             self._descriptor = stream.fileno() if stream is not None else -1
         except (OSError, ValueError, AttributeError):
-            self._descriptor = -2  # a stream of no file
+            self._descriptor = -1  # a stream of no file
+        if self._descriptor >= 0:
+            self._room = select.poll()
+            self._room.register(self._descriptor, select.POLLOUT)
 
-    def msg(self, line: str | bytes) -> None:
+    def _soon(self, line: str | bytes) -> None:
+        self._write(line, 0)
+
+    def _surely(self, line: str | bytes) -> None:
+        self._write(line, PATIENCE_MS)
+
+    msg = log = debug = info = warning = warn = _soon
+    error = critical = fatal = failure = err = exception = _surely
+
+    def _write(self, line: str | bytes, patience_ms: int) -> None:
         if self._stream is None:
             return
+        text = line if isinstance(line, bytes) else line.encode(errors="backslashreplace")
         try:
-            if self._descriptor < 0:
-                self._stream.write((line if isinstance(line, str) else line.decode()) + "\n")
+            if self._room is None:
+                self._stream.write(text.decode(errors="backslashreplace") + "\n")
                 self._stream.flush()
                 return
-            data = (line.encode(errors="backslashreplace") if isinstance(line, str) else line) + b"\n"
+            data = memoryview(b"\n" * self._torn + text + b"\n")
+            whole = len(data)
             while data:
-                data = data[os.write(self._descriptor, data) :]
+                if not self._room.poll(patience_ms):
+                    raise BlockingIOError
+                data = data[os.write(self._descriptor, data[:CHUNK_BYTES]) :]
+                self._torn = 0 < len(data) < whole or (self._torn and len(data) == whole)
         except (OSError, ValueError):
             _lost[0] += 1
-
-    log = debug = info = warning = warn = error = critical = fatal = failure = err = exception = msg
 
 
 class _Json:

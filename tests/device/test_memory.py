@@ -129,12 +129,9 @@ def test_starts_as_zeros(device: MemoryDevice) -> None:
     assert not any(any(device.plane(plane)) for plane in range(GEOMETRY.planes))
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_prefault(monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
-    """Every page exists afterwards, on kernels old and new, with progress to the end and no byte changed."""
+def test_prefault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every page exists afterwards, with progress to the end and no byte changed."""
     monkeypatch.setattr("kvslot.daemon.device.memory.CHUNK_BYTES", 1 << 20)
-    if not knows:
-        monkeypatch.setattr("kvslot.daemon.device.memory._populate", lambda address, length: False)
     device = MemoryDevice(Geometry(slots=1024, slot_bytes=(5000,), alignment=4096))
     device.write(0, 700, b"x" * 5000)
     size = device.geometry.total_bytes
@@ -150,10 +147,10 @@ def test_prefault(monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
 def test_prefault_without_memory(monkeypatch: pytest.MonkeyPatch, device: MemoryDevice) -> None:
     """A kernel that has no memory left is reported with figures; the device can be closed all the same."""
 
-    def fails(address: int, length: int) -> bool:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    def fails(descriptor: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvslot.daemon.device.memory._populate", fails)
+    monkeypatch.setattr(os, "posix_fallocate", fails)
     with pytest.raises(NoMemory, match="are free"):
         device.prefault()
 
