@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -75,11 +75,15 @@ class PoolView(Protocol):
     def description(self) -> Description: ...
     @property
     def settings(self) -> msgspec.Struct: ...  # as configured
+    @property
+    def members(self) -> Mapping[int, MemberView]: ...  # by their handles in the core
 
 
 class MemberView(Protocol):
     """A session as the server knows it; what the core knows of it is asked there."""
 
+    @property
+    def number(self) -> int: ...  # as clients and the log know it; in the whole daemon one session has it
     @property
     def session(self) -> Session: ...
     @property
@@ -108,7 +112,7 @@ class View(Protocol):
     @property
     def started(self) -> float: ...  # on the clock of `now`
     @property
-    def now(self) -> float: ...  # seconds, of a clock that does not jump
+    def now(self) -> float: ...  # seconds
     @property
     def draining(self) -> bool: ...
     @property
@@ -214,29 +218,20 @@ def _pool_row(view: PoolView) -> Row:
     return row
 
 
-_HANDLE_BITS: Final = 48
-
-
 def _sessions(view: View, cursor: int, limit: int, pool: str) -> Page:
-    """By pool and handle, so that a session that ends between two pages hides no other."""
+    """By number, so that a session that ends between two pages hides no other."""
     found = sorted(
-        (
-            (place << _HANDLE_BITS | each.session.handle, each)
-            for place, hosted in enumerate(view.pools.values())
-            for each in view.members
-            if each.hosted is hosted and (not pool or hosted.name == pool)
-        ),
-        key=itemgetter(0),
+        (each for each in view.members if each.number > cursor and (not pool or each.hosted.name == pool)),
+        key=attrgetter("number"),
     )
-    rest = found[bisect_right(found, cursor, key=itemgetter(0)) :]
-    page = [_session(view, each) for _, each in rest[:limit]]
-    return page, rest[limit - 1][0] if len(rest) > limit else 0
+    page = found[:limit]
+    return [_session(view, each) for each in page], page[-1].number if len(found) > limit else 0
 
 
 def _session(view: View, member: MemberView) -> Row:
     session = member.session
     return {
-        "session": session.handle,
+        "session": member.number,
         "name": member.name,
         "pid": member.peer.pid,
         "uid": member.peer.uid,
@@ -389,7 +384,9 @@ def _tickets(view: PoolView, cursor: int, limit: int) -> Page:
     page: list[Row] = [
         {
             "ticket": ticket.handle,
-            "session": ticket.session.handle,
+            "session": view.members[ticket.session.handle].number
+            if ticket.session.handle in view.members
+            else 0,
             "needed": ticket.need,
             "age_s": max(0.0, core.now - ticket.created),
             "growth": ticket.sequence is not None,

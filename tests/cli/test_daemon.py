@@ -40,7 +40,7 @@ def document(capsys: pytest.CaptureFixture[str], daemon: Running, command: str, 
 def test_every_command_shows_what_a_client_did(daemon: Running, capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt published and freed, another still running: status, clients, map, tree and frag agree on them."""
     with Wire(daemon.socket) as wire:
-        wire.hello("engine-1", namespace=Namespace("acme", "m", "", "grain"))
+        welcome = wire.hello("engine-1", namespace=Namespace("acme", "m", "", "grain"))
         space = wire.namespace
         wire.call(messages.Allocate, space, 1, tokens(100))
         wire.call(messages.Commit, 1, 100)
@@ -52,6 +52,7 @@ def test_every_command_shows_what_a_client_did(daemon: Running, capsys: pytest.C
         assert (pool["cached"], pool["private"], other["cached"]) == (100, admitted.capacity - 100, 0)
         (client,) = document(capsys, daemon, "clients")["rows"]
         assert (client["name"], client["pid"], client["uid"]) == ("engine-1", os.getpid(), os.getuid())
+        assert client["session"] == welcome.session
         assert (client["sequences"], client["charged"]) == (1, admitted.capacity - 100)
         totals = document(capsys, daemon, "map")["totals"]
         assert totals["leased"] == 100

@@ -44,6 +44,7 @@ class Hosted:
     name: str
     core: Pool
     settings: PoolSettings = field(init=False)
+    members: dict[int, Member] = field(default_factory=dict)
     description: messages.Pool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ class Hosted:
 class Member:
     """A session under a name."""
 
+    number: int
     session: Session
     hosted: Hosted
     name: str = "engine"
@@ -100,7 +102,11 @@ class View:
 def view_of(**cores: Pool) -> View:
     """A view of these pools by name, every session of theirs a member."""
     hosted = {name: Hosted(name, core) for name, core in cores.items()}
-    members = [Member(session, each) for each in hosted.values() for session in each.core.sessions.values()]
+    members: list[Member] = []
+    for each in hosted.values():
+        for session in each.core.sessions.values():
+            members.append(Member(len(members) + 1, session, each))
+            each.members[session.handle] = members[-1]
     return View(hosted, members)
 
 
