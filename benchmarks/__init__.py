@@ -1,8 +1,25 @@
-"""Measured budgets of the core, each beside its target."""
+"""Measured budgets of the core and of the daemon, each beside its target."""
 
 from __future__ import annotations
 
 from kvslot.benchmarks.core import GROUPS, Progress, run
+from kvslot.benchmarks.memory import GROUPS as MEMORY_GROUPS
+from kvslot.benchmarks.memory import run as run_memory
 from kvslot.benchmarks.report import Budget, Document, Meta, Result, budgets
+from kvslot.benchmarks.rpc import GROUPS as RPC_GROUPS
+from kvslot.benchmarks.rpc import run as run_rpc
 
-__all__ = ["GROUPS", "Budget", "Document", "Meta", "Progress", "Result", "budgets", "run"]
+__all__ = [
+    "GROUPS",
+    "MEMORY_GROUPS",
+    "RPC_GROUPS",
+    "Budget",
+    "Document",
+    "Meta",
+    "Progress",
+    "Result",
+    "budgets",
+    "run",
+    "run_memory",
+    "run_rpc",
+]

@@ -136,7 +136,6 @@ def configuration(path: Path, slots: int, block_size: int, settings: dict[str, o
         "socket": str(path),
         "prefault": False,
         "log_format": "json",
-        "log_level": "warning",
     }
     lines = [f"{name} = {_toml(value)}" for name, value in (top | settings).items()]
     lines += ["[[pool]]", *(f"{name} = {_toml(value)}" for name, value in pool.items())]
@@ -384,7 +383,8 @@ def figures(
     if not len(latencies):
         raise RuntimeError("a round without a reply")
     count = max(1, len(found.samples))
-    return Figures(*at(latencies, 0.5, 0.99, 0.999), found.rate, cpu * 1e6 / count, len(latencies))
+    p50, p99, p999 = at(latencies, 0.5, 0.99, 0.999)
+    return Figures(p50, p99, p999, found.rate, cpu * 1e6 / count, len(latencies))
 
 
 def at(ordered: npt.NDArray[np.float64], *shares: float) -> list[float]:
@@ -393,26 +393,38 @@ def at(ordered: npt.NDArray[np.float64], *shares: float) -> list[float]:
 
 
 class Both(NamedTuple):
-    """Rounds of the daemon and of the echo, by turns."""
+    """Rounds of two sides, by turns; ratios are of those that were run one after the other."""
 
     daemon: list[Figures]
     echo: list[Figures]
 
+    def ratios(self, name: str) -> list[float]:
+        """Daemon / echo of one figure, round by round."""
+        return [figure(a, name) / figure(b, name) for a, b in zip(self.daemon, self.echo, strict=True)]
+
     def ratio(self, name: str) -> float:
-        """Median over rounds of daemon / echo."""
-        return statistics.median(
-            getattr(a, name) / getattr(b, name) for a, b in zip(self.daemon, self.echo, strict=True)
-        )
+        """Median over rounds."""
+        return statistics.median(self.ratios(name))
 
     def spread(self, name: str) -> str:
-        """Least and largest ratio of a round."""
-        each = [getattr(a, name) / getattr(b, name) for a, b in zip(self.daemon, self.echo, strict=True)]
+        """Least and largest ratio of a round, for a note."""
+        each = self.ratios(name)
         return f"{min(each):.2f} to {max(each):.2f} over {len(each)} rounds"
+
+
+def figure(of: Figures, name: str) -> float:
+    """One figure by its name."""
+    return float(getattr(of, name))
 
 
 def middle(rounds: Sequence[Figures], name: str) -> float:
     """Median over rounds of one figure."""
-    return statistics.median(getattr(each, name) for each in rounds)
+    return statistics.median(figure(each, name) for each in rounds)
+
+
+def reply_sizes(found: Round) -> dict[int, int]:
+    """What an echo is to answer: as many bytes as the daemon did on average, by kind."""
+    return {kind: max(8, round(size)) for kind, size in found.reply_bytes.items()}
 
 
 def race(

@@ -28,6 +28,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kvslot.api.client import Client
+from kvslot.api.wire import Namespace
 from kvslot.benchmarks.report import Document, Meta, Result, meta, result
 from kvslot.benchmarks.rig import (
     ALLOCATE,
@@ -36,6 +38,7 @@ from kvslot.benchmarks.rig import (
     FIRSTS,
     MANY_ALLOCATE,
     MANY_FREE,
+    PAUSE_S,
     SAMPLED,
     Both,
     Daemon,
@@ -50,10 +53,11 @@ from kvslot.benchmarks.rig import (
     middle,
     play_once,
     race,
+    reply_sizes,
     short_cycle,
 )
 from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
-from kvslot.benchmarks.traffic import Shape, text, turns
+from kvslot.benchmarks.traffic import Shape, noise, text, turns
 from kvslot.benchmarks.victim import hold
 
 GROUPS: Final = ("one", "open", "saturated", "batch", "python", "append", "large", "death")
@@ -64,6 +68,10 @@ LARGE_TOKENS: Final = 131_072
 LARGE_EVERY_S: Final = 0.1
 """An engine takes seconds to compute a prompt of 128k tokens; ten a second is a host full of them."""
 APPENDS: Final = 10_000
+STEP_S: Final = 0.001
+"""Of an engine: shorter than any real one, so that answers have less time to come."""
+PYTHON_TOGETHER: Final = 300
+"""Requests of the Python client before the echo has its turn."""
 SEQUENCES: Final = 64
 OTHERS: Final = CLIENTS - 1
 DEATH_WATCH_S: Final = 2.5
@@ -344,29 +352,24 @@ def measure_large(bench: Bench) -> list[Result]:
 
 def measure_python(bench: Bench) -> list[Result]:
     """Round trips of the library's blocking client, in this process; the echo as in `one`."""
-    from kvslot.api.client import Client
-    from kvslot.benchmarks.traffic import noise
-
     size = bench.size
     half = 150
     times: dict[str, list[int]] = {"allocate": [], "commit": []}
-    echo_p50: list[float] = []
-    players = short_players(bench, 1)
+    floors: list[Figures] = []
     clock = time.perf_counter_ns
-    sizes = {ALLOCATE: 60, 3: 12, 4: 8}
+    count = 0
     with (
-        Client(str(bench.daemon.socket), name="python", namespace=namespace("client 0"), map=False) as client,
-        Echo(bench.tools, bench.folder / "echo.sock", sizes) as echo,
-        Load(bench.tools, echo.socket, players, bench.folder) as load,
+        Client(str(bench.daemon.socket), namespace=Namespace(tenant="client 0"), map=False) as client,
+        Load(bench.tools, bench.daemon.socket, short_players(bench, 1), bench.folder) as load,
+        Echo(bench.tools, bench.folder / "echo.sock", reply_sizes(load.run(0.1))) as echo,
+        Load(bench.tools, echo.socket, short_players(bench, 1), bench.folder) as same,
     ):
-        count = 0
         while count < size.python_samples:
             with bench.realtime(bench.daemon.pid, os.getpid()):
-                for _ in range(300):
+                for _ in range(PYTHON_TOGETHER):
                     count += 1
-                    prompt = noise(seed(0) + count % FIRSTS, 0, half) + noise(
-                        (1 << 28) + count, half, 2 * half
-                    )
+                    first = noise(seed(0) + count % FIRSTS, 0, half)
+                    prompt = first + noise((1 << 28) + count, half, 2 * half)
                     t0 = clock()
                     sequence = client.admit(prompt)
                     t1 = clock()
@@ -376,30 +379,63 @@ def measure_python(bench: Bench) -> list[Result]:
                     client.flush()
                     times["allocate"].append(t1 - t0)
                     times["commit"].append(t2 - t1)
-            with bench.realtime(echo.pid, load.pid):
-                echo_p50.append(figures(load.run(0.1), SAMPLED).p50)
-            time.sleep(0.02)
+            with bench.realtime(echo.pid, same.pid):
+                floors.append(figures(same.run(0.1), SAMPLED))
+            time.sleep(PAUSE_S)
     rows = []
-    floor = statistics.median(echo_p50)
+    floor = middle(floors, "p50")
     for name, found in times.items():
         found.sort()
-        p50, p99 = found[len(found) // 2] / 1e3, found[int(0.99 * len(found))] / 1e3
+        p50, p99 = (found[int(share * len(found))] / 1e3 for share in (0.5, 0.99))
         note = f"{p50 / floor:.2f}x the echo under the C load generator"
         rows.append(us(f"python_{name}_us_p50", f"Python client, {name}: median", p50, len(found), note))
         rows.append(us(f"python_{name}_us_p99", f"Python client, {name}: 99th percentile", p99, len(found)))
     return rows
 
 
-def namespace(tenant: str) -> object:
-    """As the client library takes it."""
-    from kvslot.api.wire import Namespace
-
-    return Namespace(tenant=tenant)
-
-
 def measure_append(bench: Bench) -> list[Result]:
-    """The local append path."""
-    return []
+    """64 sequences of a client, each with a token more at every step.
+
+    The mean has everything in it that the client does for a token: the append, crossing into the next run, asking for
+    runs ahead of need, both ends of a step, and the answers it reads there.
+    """
+    clock = time.thread_time_ns
+    steps = max(bench.size.steps, -(-APPENDS // SEQUENCES))
+    whole = appends = 0
+    before = bench.daemon.cpu_s()
+    with Client(str(bench.daemon.socket), namespace=Namespace(tenant="append")) as client:
+        # Of different lengths, so that they do not all come to the end of a run in the same step.
+        sequences = [client.admit(noise((1 << 27) + index, 0, 200 + 7 * index)) for index in range(SEQUENCES)]
+        began = client.statistics()
+        with bench.realtime(bench.daemon.pid, os.getpid()):
+            for step in range(steps):
+                t0 = clock()
+                with client.step():
+                    t1 = clock()
+                    for sequence in sequences:
+                        sequence.append(step)
+                    t2 = clock()
+                whole += clock() - t0
+                appends += t2 - t1
+                time.sleep(STEP_S)  # the device computes
+        ended = client.statistics()
+        for sequence in sequences:
+            sequence.free()
+    tokens = steps * SEQUENCES
+    trips = (ended.calls - began.calls) + (ended.waits - began.waits)
+    frames = (ended.frames_sent - began.frames_sent) / steps
+    refills = ended.refills - began.refills
+    note = f"{refills} runs asked for, {steps} steps of {SEQUENCES} sequences; CPU time, both ends of a step included"
+    return [
+        row("append_us", whole / tokens / 1e3, tokens, note),
+        row("append_round_trips", trips, tokens),
+        row("frames_per_step", frames, steps),
+        us("append_alone_us", "the append calls alone", appends / tokens / 1e3, tokens),
+        us(
+            "append_daemon_us", "CPU time of kvslotd for it, by token",
+            (bench.daemon.cpu_s() - before) * 1e6 / tokens, tokens,
+        ),
+    ]  # fmt: skip
 
 
 # -- death ------------------------------------------------------------------------------------------------------------
