@@ -229,35 +229,53 @@ _INNER: Final = ("text_config", "llm_config", "language_config", "thinker_config
 
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_KV_HEADS: Final = (
+    "num_key_value_heads_per_layer",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_head_kv",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
 _WIDTH: Final = ("hidden_size", "n_embd", "d_model", "model_dim")
 _HEAD_DIM: Final = ("head_dim", "kv_channels", "attention_head_dim")
 
-_RECURRENT: Final = (
-    "mamba",
-    "rwkv",
-    "recurrent",
-    "linear_attention",
-    "conv",
-    "lightning",
-    "delta",
-    "ssm",
-    "gla",
+_RECURRENT: Final = ("mamba", "rwkv", "recurrent", "linear", "lightning", "retnet", "lstm", "hyena")
+"""Parts of the names of model types whose layers keep a state that is not one of tokens."""
+_ATTENTION: Final = frozenset(
+    {
+        "attention",
+        "full_attention",
+        "global_attention",
+        "sliding_attention",
+        "local_attention",
+        "chunked_attention",
+    }
 )
-"""Parts of the names of layers (or of model types) whose state is not one of tokens."""
+"""Kinds of layers whose K and V are all they keep of a token."""
 
+_SEVERAL: Final = "layers of several kinds, some with a state that is not one of tokens"
+_SHAPES: Final = "windowed layers of another shape than the others"
 _STRANGE: Final[Mapping[str, str]] = {
-    "layers_block_type": "layers of several kinds, some with a state that is not one of tokens",
-    "hybrid_override_pattern": "layers of several kinds, some with a state that is not one of tokens",
-    "block_types": "layers of several kinds, some with a state that is not one of tokens",
-    "attn_layer_period": "layers of several kinds, some with a state that is not one of tokens",
+    "layers_block_type": _SEVERAL,
+    "hybrid_override_pattern": _SEVERAL,
+    "block_types": _SEVERAL,
+    "attn_layer_period": _SEVERAL,
+    "full_attention_interval": _SEVERAL,
+    "full_attn_idxs": _SEVERAL,
+    "linear_attn_config": _SEVERAL,
+    "linear_num_key_heads": _SEVERAL,
+    "mamba_d_state": _SEVERAL,
+    "mamba_d_ssm": _SEVERAL,
+    "ssm_state_size": _SEVERAL,
     "block_configs": "layers that each have their own shape",
+    "use_cla": "layers that use the K and V of others",
     "index_head_dim": "an indexer with keys of its own for every token",
     "cross_attention_layers": "layers that attend to an image",
-    "swa_head_dim": "windowed layers of another shape than the others",
-    "swa_num_key_value_heads": "windowed layers of another shape than the others",
-    "global_head_dim": "windowed layers of another shape than the others",
-    "num_global_key_value_heads": "windowed layers of another shape than the others",
+    "swa_head_dim": _SHAPES,
+    "swa_num_key_value_heads": _SHAPES,
+    "global_head_dim": _SHAPES,
+    "num_global_key_value_heads": _SHAPES,
 }
 """What the keys say that make a model one that this module does not know how to lay out."""
 
@@ -292,7 +310,9 @@ def from_model_config(config: Mapping[str, Any], dtype: str = "", *, scales: boo
     windowed = _is_windowed(inner, kind, kinds, layers)
     own = layers - shared
     if inner.get("kv_lora_rank"):
-        width = _number(inner, ("kv_lora_rank",), "latent") + _number(inner, ("qk_rope_head_dim",), "rope")
+        rope = inner.get("qk_rope_head_dim")
+        _in_range("qk_rope_head_dim", rope, 0, HEAD_DIM_MAX)  # 0 for those that rotate nothing
+        width = _number(inner, ("kv_lora_rank",), "values of latent") + int(rope or 0)
         return latent(own, width, name, scales=scales, model=said, windowed=windowed)
     heads = _number(inner, _HEADS, "attention heads")
     head_dim = _head_dim(inner, heads)
@@ -315,9 +335,10 @@ def _refuse_strange(inner: Mapping[str, Any], outer: Mapping[str, Any], kind: st
             "is_encoder_decoder: the decoder's cross-attention has K and V that belong to no token of a prompt; "
             "pools hold decoder-only models"
         )
-    reasons = [
-        f"{key}: {reason}" for key, reason in _STRANGE.items() if inner.get(key) not in (None, [], {}, "")
-    ]
+    reasons = [f"{key}: {reason}" for key, reason in _STRANGE.items() if inner.get(key)]
+    kinds = inner.get("attn_type_list")
+    if isinstance(kinds, list) and any(each != 1 for each in kinds):
+        reasons.append(f"attn_type_list: {_SEVERAL}")
     if any(word in kind for word in _RECURRENT):
         reasons.append(f"model_type {kind!r}: layers with a state that is not one of tokens")
     if reasons:
@@ -336,10 +357,10 @@ def _layer_types(inner: Mapping[str, Any], layers: int) -> list[str]:
     if len(kinds) != layers:
         raise LayoutError(f"layer_types has {len(kinds)} entries for {layers} layers")
     for each in kinds:
-        if any(word in each for word in _RECURRENT) or "attention" not in each:
+        if each not in _ATTENTION:
             raise LayoutError(
-                f"layer_types has {each!r}: a layer whose state is not one of tokens, so that a cached prefix "
-                "would lack it; this version cannot lay that out"
+                f"layer_types has {each!r}: not known to keep K and V of each token and nothing else, so that a "
+                "cached prefix might lack something; this version cannot lay that out"
             )
     return kinds
 

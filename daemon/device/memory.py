@@ -49,7 +49,7 @@ from kvslot.daemon.device import (
 SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 CHUNK_BYTES: Final = 64 << 20
 """Of prefaulting between two reports: some ten milliseconds of the kernel's work."""
-WATCHED_MAX: Final = 4096
+WATCHED_MAX: Final = 512
 """Pieces under way up to which new ones are compared with them; beyond, the comparison would cost more than it may."""
 FAILURES_MAX: Final = 65536
 """Failed copies that are remembered; older ones are forgotten, and asking for one of those is a fault."""

@@ -216,6 +216,11 @@ def test_windowed_only_if_every_layer_is(config: dict[str, Any], windowed: bool)
     ("change", "words"),
     [
         ({"layer_types": ["linear_attention"] * 31 + ["full_attention"]}, "linear_attention"),
+        ({"layer_types": ["full_attention"] * 31 + ["conv"]}, "conv"),
+        ({"attn_type_list": [1, 0] * 16}, "attn_type_list"),
+        ({"full_attention_interval": 4}, "several kinds"),
+        ({"use_cla": True}, "K and V of others"),
+        ({"model_type": "kimi_linear"}, "kimi_linear"),
         ({"layer_types": ["full_attention"]}, "1 entries for 32 layers"),
         ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type"),
         ({"model_type": "mamba2"}, "mamba2"),
@@ -233,7 +238,7 @@ def test_windowed_only_if_every_layer_is(config: dict[str, Any], windowed: bool)
         ({"num_key_value_heads": [8, 8]}, "2 entries for 32 layers"),
         ({"hidden_size": 4097}, "no multiple"),
         ({"num_kv_shared_layers": 32}, "num_kv_shared_layers"),
-        ({"kv_lora_rank": 512}, "how many rope"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim = None"),
     ],
 )
 def test_what_is_not_known_is_refused(change: dict[str, Any], words: str) -> None:
@@ -246,6 +251,17 @@ def test_an_empty_config_is_refused() -> None:
     """Something that is no model's configuration is refused as that."""
     with pytest.raises(LayoutError, match=r"config\.json of a language model"):
         from_model_config({})
+
+
+def test_keys_that_say_no_are_no_reason() -> None:
+    """A model that carries a key of a strange kind, and does not use it, is laid out as any."""
+    unused = {
+        "use_cla": False,
+        "index_head_dim": None,
+        "attn_type_list": [1] * 32,
+        "cross_attention_layers": [],
+    }
+    assert from_model_config({**LLAMA_31_8B, **unused}).planes == from_model_config(LLAMA_31_8B).planes
 
 
 def test_heads_may_differ_by_layer() -> None:
