@@ -452,6 +452,12 @@ class Client:
         if frames:
             self._connection.send(frames[0] if len(frames) == 1 else b"".join(frames), len(frames))
 
+    def settle(self) -> None:
+        """Says what is due, and waits until everything said has been answered.  No engine needs it; tools may."""
+        self.flush()
+        while self._session.outstanding:
+            self._take_in(self._connection.receive())
+
     def take_copies(self) -> list[int]:
         """Copies that any running sequence still needs before its next write (flat source, target, length, ...).
 
