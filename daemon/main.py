@@ -9,6 +9,7 @@ A supervisor that starts the daemon again should not do so after 2 or 3.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,18 +120,34 @@ _SETTING_FLAGS: Final = (
 
 def main(argv: list[str] | None = None) -> int:
     """Serves until told to end; returns the exit code.  argparse exits by itself on --help and wrong usage."""
+    _fill_standard_descriptors()
     try:
-        return _main(parser().parse_args(argv))
+        code = _main(parser().parse_args(argv))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()
+        # The reader of --check-config has gone (`| head`).  Keep the interpreter from flushing into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 
 
-def _main(arguments: argparse.Namespace) -> int:
-    import os
+def _fill_standard_descriptors() -> None:
+    """Opens /dev/null for what was closed at our start of 0, 1 and 2.
 
+    Or the pool's memory might get number 2, and what a library writes to standard error would land in it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 -- for the life of the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _main(arguments: argparse.Namespace) -> int:
     from kvslot.daemon import config
 
     overrides: dict[str, object] = {name: getattr(arguments, name) for name in _SETTING_FLAGS}
@@ -161,8 +178,6 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _serve(settings: Settings) -> int:
-    import os
-
     import structlog
 
     from kvslot.daemon import config, logs
@@ -196,8 +211,6 @@ def _refuse(error: Any, arguments: argparse.Namespace) -> int:
 
 def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
     """Prints what the settings come to."""
-    import os
-
     import msgspec
 
     from kvslot.daemon import config

@@ -141,6 +141,31 @@ def test_version_help_and_completion() -> None:
     assert "--check-config" in kvslotd("--print-completion", "bash").stdout
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_closed_standard_streams(file: Path, closed: str) -> None:
+    """Started with standard streams closed it does its work, and no file of its own takes their numbers."""
+    command = f'exec "$0" -Im kvslot.daemon --config "$1" --check-config --json "$2" {closed}'
+    out = file.parent / "r.json"
+    done = subprocess.run(["sh", "-c", command, sys.executable, file, out], timeout=60, check=False)
+    assert done.returncode == 0
+    assert json.loads(out.read_text())["ok"]
+    command = f'exec "$0" -Im kvslot.daemon --config "$1" {closed}'
+    process = subprocess.Popen(["sh", "-c", command, sys.executable, file])
+    try:
+        deadline = time.monotonic() + 30
+        while not (file.parent / "s").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.01)
+        standard = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+        assert not any("memfd" in each or "socket" in each for each in standard)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_demo_serves(tmp_path: Path) -> None:
     """`--demo` serves a small pool until it is told to end, with logs in JSON lines where nobody watches."""
     path = tmp_path / "s"
