@@ -102,6 +102,10 @@ class Endpoint:
             socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
         try:
+            if bound.is_symlink() or (bound.exists() and not bound.is_socket()):
+                raise EndpointError(
+                    f"{bound} is in the way and is no socket; it is left as it is: move it away"
+                )
             bound.unlink(missing_ok=True)
             listener.bind(str(bound))
             if group:
@@ -113,14 +117,13 @@ class Endpoint:
             listener.listen(BACKLOG)
             status = os.lstat(bound)
             os.rename(bound, self.path)
-        except OSError as error:
+        except (OSError, EndpointError) as error:
             listener.close()
-            bound.unlink(missing_ok=True)
+            if bound.is_socket():
+                bound.unlink(missing_ok=True)
+            if isinstance(error, EndpointError):
+                raise
             raise EndpointError(f"cannot serve {self.path}: {error.strerror}") from None
-        except EndpointError:
-            listener.close()
-            bound.unlink(missing_ok=True)
-            raise
         self._inode = (status.st_dev, status.st_ino)
         self.socket = listener
         return listener

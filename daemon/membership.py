@@ -11,6 +11,7 @@ it rings; what it says is clamped by the core to what may be, and nonsense ends 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -54,8 +55,9 @@ def watch(sock: socket.socket, peer: Peer) -> int:
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
         return int(struct.unpack("i", raw)[0])
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            return -1  # it is gone; by now its number may be another's
     try:
         return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
     except OSError:
@@ -166,6 +168,22 @@ class Member:
         if self.page is not None:
             words = self.page.words
             words[PUSHES] = (words[PUSHES] + 1) & (2**64 - 1)
+
+    def take_ring(self) -> bool:
+        """Whether the bell rang.  Never waits: the client shares the bell, may have emptied it and made it a waiting one."""
+        try:
+            os.preadv(self.wake, [bytearray(8)], -1, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # Linux before 5.13
+                raise
+            os.set_blocking(self.wake, False)
+            try:
+                os.eventfd_read(self.wake)
+            except BlockingIOError:
+                return False
+        return True
 
     def ask_to_ring(self, wanted: bool) -> None:
         """Whether the client should write the eventfd after its next step."""

@@ -57,15 +57,21 @@ class HostedPool:
         """A session has ended that used these."""
         for root in roots:
             self.users[root] -= 1
+            self.close_if_idle(root)
+
+    def close_if_idle(self, root: int) -> bool:
+        """Ends a namespace that nobody has open and nothing is cached in; false where it has to stay."""
+        core = self.core
+        if self.users[root] or core.tree.kid[root] or core.tree.holds[root] > 1:
+            return False
+        core.close_space(root)
+        del self.users[root]
+        return True
 
     def close_idle_spaces(self, most: int = 64) -> None:
         """Ends namespaces that nobody has open and nothing is cached in, `most` looked at a call."""
-        core = self.core
         idle = [root for root, users in self.users.items() if not users]
         for root in idle[:most]:
-            if not core.tree.kid[root] and core.tree.holds[root] <= 1:
-                core.close_space(root)
-                del self.users[root]
-            else:
+            if not self.close_if_idle(root):
                 # To the end of the line, so that all have their turn.
                 self.users[root] = self.users.pop(root)

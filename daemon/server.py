@@ -62,7 +62,7 @@ UPKEEP_SECONDS: Final = 1.0
 PROGRESS_SECONDS: Final = 2.0
 DESCRIPTORS_EACH: Final = 4
 """Of a session: socket, page, bell, process."""
-DESCRIPTORS_SPARE: Final = 64
+DESCRIPTORS_SPARE: Final = 32
 """For all else: pools, lock, log, libraries."""
 TOOLS: Final = 32
 """Connections beyond `sessions_max`: those who have said nothing yet, and tools, which have no session."""
@@ -70,6 +70,8 @@ CHANGEABLE: Final = (
     "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us"
 )  # fmt: skip
 """Settings that SetConfig changes: those that are looked at anew each time."""
+DESCRIPTORS_ALL: Final = 1 << 20
+"""Beyond any number that is in use; closing a range is one system call."""
 ACCEPTS: Final = 16
 """Of one turn, so that a crowd at the door does not hold up those inside."""
 
@@ -87,7 +89,7 @@ class Server:
         self.pools = {pool.name: pool for pool in pools}
         self.first = pools[0]
         self.boot = secrets.randbits(62) + 1
-        self.started = time.time()
+        self.started = time.monotonic()
         self.version = __version__
         self.latency = Latency()
         self.collector = Collector()
@@ -105,6 +107,7 @@ class Server:
         self._accepting = False
         self._ticking = False
         self._sweeping = False
+        self._looking = False
         self._drain_deadline = 0.0
         self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
         self._uids = {0, os.geteuid(), *settings.control_uids}
@@ -116,13 +119,12 @@ class Server:
             limit = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         # What the descriptors suffice for: beyond it a client is told, rather than the process running dry.
-        self._connections_max = min(
-            settings.sessions_max + TOOLS, max(1, (limit - DESCRIPTORS_SPARE) // DESCRIPTORS_EACH)
+        left = limit - DESCRIPTORS_SPARE
+        self._connections_max = min(settings.sessions_max + TOOLS, max(2, left // DESCRIPTORS_EACH))
+        # A session whose connection is lost keeps the other three for as long as its process lives.
+        self.sessions_max = min(
+            settings.sessions_max, max(1, (left - self._connections_max) // (DESCRIPTORS_EACH - 1))
         )
-
-    def wall(self) -> float:
-        """Unix seconds, for people."""
-        return time.time()
 
     def number(self) -> int:
         """Of a session; never used again in this boot."""
@@ -178,6 +180,9 @@ class Server:
         kind = type(request)
         counts = self._counts
         counts[kind] = counts.get(kind, 0) + 1
+        if connection.member is None:
+            # A verb before it in the same batch found the session's page lying.
+            return messages.Error(0, OutOfTurn.code, "the session has ended")
         try:
             reply = TABLE[kind].handler(self, connection, request, now)
         except Refused as refused:
@@ -319,9 +324,7 @@ class Server:
 
     def _rung(self, member: Member) -> None:
         """A client wrote its bell: its page has changed."""
-        try:
-            os.eventfd_read(member.wake)
-        except BlockingIOError:
+        if not member.take_ring():
             return
         now = time.monotonic()
         if self._sync(member, now):
@@ -549,6 +552,7 @@ class Server:
             self._deliver(hosted, now)
             hosted.close_idle_spaces()
         self.collector.idle()
+        self._look_whether_drained()
         if self.draining and now >= self._drain_deadline:
             for connection in tuple(self.connections):
                 connection.refuse(ShuttingDown("the daemon ends"))
@@ -590,7 +594,14 @@ class Server:
         self._look_whether_drained()
 
     def _look_whether_drained(self) -> None:
-        if not self.draining or self.stopped.is_set():
+        if self.draining and not self._looking:
+            # In a turn of its own: each connection that this ends asks for it again.
+            self._looking = True
+            self.loop.call_soon(self._end_idle)
+
+    def _end_idle(self) -> None:
+        self._looking = False
+        if self.stopped.is_set():
             return
         for connection in tuple(self.connections):
             member = connection.member
@@ -667,6 +678,12 @@ class Server:
         if not pid:
             status = 1
             try:
+                # Nothing of ours stays open here: clients must see their connections end when we end them.
+                signal.set_wakeup_fd(-1)
+                for each in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(each, signal.SIG_DFL)
+                os.closerange(3, writable)
+                os.closerange(writable + 1, DESCRIPTORS_ALL)
                 faults = core.audit(hosted.core)
                 os.set_blocking(writable, True)
                 with os.fdopen(writable, "wb") as pipe:
@@ -709,7 +726,7 @@ class _View:
         self.version = server.version
         self.boot = server.boot
         self.started = server.started
-        self.now = time.time()
+        self.now = time.monotonic()
         self.draining = server.draining
         self.settings: msgspec.Struct = server.settings
         self.pools: Mapping[str, HostedPool] = server.pools

@@ -129,8 +129,10 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise ShuttingDown("the daemon is draining and takes no new sessions")
     if m.resume:
         return _resume(server, connection, m, now)
-    if len(server.sessions) >= server.settings.sessions_max:
-        raise Busy(f"{len(server.sessions)} sessions are open, which is the most (sessions_max)")
+    if len(server.sessions) >= server.sessions_max:
+        raise Busy(
+            f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or what descriptors suffice for)"
+        )
     hosted = server.hosted(m.pool)
     description = hosted.description
     if m.fingerprint and m.fingerprint != description.fingerprint:
@@ -140,6 +142,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
     peer = connection.peer
     # One descriptor less for those who cannot hold anything beyond their connection.
     pidfd = watch(connection.sock, peer) if m.map else -1
+    root = 0
     try:
         if m.map and pidfd < 0:
             raise Denied(
@@ -156,6 +159,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
             group = first.session
         quota = min(hosted.settings.quota or UNLIMITED, m.quota or UNLIMITED)
         root = _open(server, m.namespace, hosted.core)
+        hosted.users.setdefault(root, 0)
         session = hosted.core.open_session(
             page=m.page,
             quota=quota,
@@ -165,7 +169,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
             group=group,
         )
         member = Member(
-            server.number(), hosted, session, peer, name=m.name, secret=secrets.token_bytes(16), since=server.wall(),
+            server.number(), hosted, session, peer, name=m.name, secret=secrets.token_bytes(16), since=now,
             mapped=m.map, pidfd=pidfd,
         )  # fmt: skip
         member.progressed = now
@@ -178,6 +182,8 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
     except BaseException:
         if pidfd >= 0:
             os.close(pidfd)
+        if root:
+            hosted.close_if_idle(root)
         raise
     member.roots[root] = None
     hosted.enter(root)
@@ -444,6 +450,8 @@ def free(server: Server, connection: Connection, m: messages.Free, now: float) -
 def pin(server: Server, connection: Connection, m: messages.Pin, now: float) -> messages.Reply:
     """Keeps a prefix."""
     member = member_of(connection)
+    if len(member.session.pins) >= server.settings.sequences_max:
+        raise TooLarge(f"{len(member.session.pins)} pins are kept for this session (sequences_max)")
     handle, length = member.hosted.core.pin(member.session, _root(member, m.namespace), m.tokens)
     return messages.Pinned(m.id, handle, length)
 
