@@ -419,6 +419,8 @@ def trim(server: Server, connection: Connection, m: messages.Trim, now: float) -
         member.sync(now)
     session, pool = member.session, member.hosted.core
     handle = _changed(member, m.sequence)
+    if m.written:
+        pool.wrote(session, handle, m.written)
     capacity = pool.trim(session, handle, keep_from=m.keep_from, keep_to=m.keep_to, fence=m.fence, now=now)
     if session.fences:
         server.fence_waits(member)

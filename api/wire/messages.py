@@ -170,6 +170,7 @@ class Trim(Message, frozen=True, tag=8):
     keep_from: Whole = 0
     keep_to: Signed = -1
     fence: Whole = 0
+    written: Whole = 0  # positions written so far, as in Extend; a front can only be dropped once it is
 
 
 class Free(Message, frozen=True, tag=9):
