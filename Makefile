@@ -9,10 +9,12 @@ PIP  := $(PY) -m pip --disable-pip-version-check -qq
 MINUTES ?= 10
 # Other seeds each time; a failure prints its own, and how to replay it.
 START ?= $(shell date +%s)
+SUITE ?= core
+SECONDS ?= 3600
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check format fuzz bench results clean
+.PHONY: help venv run test check format fuzz bench soak results clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,8 +41,11 @@ format: venv  ## lay out the code and mend what ruff can mend
 fuzz: venv  ## the simulation on fresh seeds (MINUTES=10, START=first seed)
 	$(PY) -I tests/simulation --minutes $(MINUTES) --start $(START) $(ARGS)
 
-bench: venv  ## measured budgets of the core
-	@$(BIN)/kvslotctl bench core $(ARGS)
+bench: venv  ## measured budgets (SUITE=core, rpc or memory)
+	@$(BIN)/kvslotctl bench $(SUITE) $(ARGS)
+
+soak: venv  ## a daemon under mixed load and deaths: memory and descriptors flat, audit clean (SECONDS=3600)
+	@$(PY) -Im kvslot.benchmarks.soak --seconds $(SECONDS) $(ARGS)
 
 results: venv  ## docs/results.md measured anew, about three quarters of an hour (ARGS=--render: only written anew)
 	@$(PY) -Im kvslot.benchmarks.results $(ARGS)

@@ -428,7 +428,7 @@ def measure_append(bench: Bench) -> list[Result]:
     note = f"{refills} runs asked for, {steps} steps of {SEQUENCES} sequences; CPU time, both ends of a step included"
     return [
         row("append_us", whole / tokens / 1e3, tokens, note),
-        row("append_round_trips", trips, tokens),
+        row("append_round_trips", trips, tokens, f"{ended.waits - began.waits} of them waits for room"),
         row("frames_per_step", frames, steps),
         us("append_alone_us", "the append calls alone", appends / tokens / 1e3, tokens),
         us(
