@@ -452,7 +452,7 @@ def soak(
             faults.append(f"the daemon's exit code is {daemon.process.returncode}: {daemon.words()}")
     about.wall_s = round(time.monotonic() - began, 1)
     document = Document(
-        meta=about, results=_results(samples, quiet, warm, crowd, len(audited.faults), len(held))
+        meta=about, results=_results(samples, quiet, warm, crowd, len(audited.faults), len(held), done)
     )
     for fault in faults:
         say(fault)
