@@ -170,7 +170,7 @@ class Member:
             words[PUSHES] = (words[PUSHES] + 1) & (2**64 - 1)
 
     def take_ring(self) -> bool:
-        """Whether the bell rang.  Never waits: the client shares the bell, may have emptied it and made it a waiting one."""
+        """Whether the bell rang.  Never waits, though the client may have emptied it, and made it one that waits."""
         try:
             os.preadv(self.wake, [bytearray(8)], -1, os.RWF_NOWAIT)
         except BlockingIOError:

@@ -131,7 +131,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         return _resume(server, connection, m, now)
     if len(server.sessions) >= server.sessions_max:
         raise Busy(
-            f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or what descriptors suffice for)"
+            f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or all that descriptors allow)"
         )
     hosted = server.hosted(m.pool)
     description = hosted.description
