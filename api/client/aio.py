@@ -141,7 +141,8 @@ class AsyncSequence(Table):
                         raise
                     self._trimmed(keep_to, answer.capacity, answer.extents)
             if keep_from > self.kept_from:
-                await client._call(Trim(client._session.next_id(), self.id, keep_from), Trimmed)
+                request = Trim(client._session.next_id(), self.id, keep_from, written=self.length)
+                await client._call(request, Trimmed)
                 self.kept_from = keep_from
             return self.capacity
 

@@ -448,6 +448,8 @@ class Client:
 
     def flush(self) -> None:
         """Says what is due now.  Needed only by an engine that has no step to come."""
+        if self._connection.fault is not None:
+            raise self._connection.fault
         frames = self._session.pack(self._submitted, self._completed, self._fence(None))
         if frames:
             self._connection.send(frames[0] if len(frames) == 1 else b"".join(frames), len(frames))
@@ -570,7 +572,14 @@ class Client:
             bye = False  # a view is still alive: the slots stay aside until this process ends
         self._end(bye=bye)
 
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a Client belongs to its process: send `client.group`, and open Client(group=...) there"
+        )
+
     def __repr__(self) -> str:
+        if not hasattr(self, "_session"):
+            return f"<Client, not opened, at {id(self):#x}>"
         state = "closed" if self._closed else f"{len(self._session.sequences)} sequences"
         return f"<Client of pool {self.pool.name!r} at {self._connection.path}: {state}>"
 

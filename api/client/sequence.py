@@ -130,7 +130,8 @@ class Sequence(Table):
                 answer = client._call(request, Trimmed)
                 self._trimmed(keep_to, answer.capacity, answer.extents)
         if keep_from > self.kept_from:
-            client._session.post(Trim(0, self.id, keep_from, -1, step), self)
+            written = self._finished(client._submitted, client._completed)
+            client._session.post(Trim(0, self.id, keep_from, -1, step, written), self)
             self.kept_from = keep_from
         return self.capacity
 
