@@ -425,7 +425,10 @@ class Client:
         return number
 
     def complete(self, number: int | None = None) -> None:
-        """Steps up to `number` (all, unless said) have ended on the device; then says all that is due, in one frame."""
+        """Steps up to `number` (all, unless said) have ended on the device.  Says all that is due, in one frame.
+
+        Refills that have time wait for those of the next steps.
+        """
         connection = self._connection
         if connection.fault is not None:
             raise connection.fault
@@ -442,8 +445,7 @@ class Client:
             words[BUSY] = 0
         if words[WAKE] and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
-        session = self._session
-        if session.posted or session.refills or session.asked_back:
+        if self._session.pressing():
             self.flush()
 
     def flush(self) -> None:

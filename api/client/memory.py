@@ -10,6 +10,7 @@ them.  A view that a child inherits must not be touched there; the client refuse
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from typing import TYPE_CHECKING, Any, Final
 
@@ -108,10 +109,9 @@ class PoolMemory:
 
     def tensor(self, name: str) -> Any:
         """One plane as a torch tensor of its real dtype and shape (slots, *shape of one slot), without a copy."""
-        import torch
-
+        torch = importlib.import_module("torch")  # an extra: checkers and light processes do without
         dtype = getattr(torch, self._plane(name).dtype)
-        tensor = torch.from_numpy(self.plane(name).view())
+        tensor = torch.from_numpy(self.plane(name))
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
     def copy(self, copies: list[int]) -> None:

@@ -6,7 +6,10 @@ No socket here: `pack` makes frames, `apply` takes messages, in the order of the
 asyncio one both stand on it.
 
 Refills.  A table whose run is half used asks for more (`ask`); the question leaves with the next frame, its answer is
-applied when it comes.  A LATER is asked again when its ticket is Ready or its time is over.
+applied when it comes.  A LATER is asked again when its ticket is Ready or its time is over.  Questions that have time
+wait for each other: a step sends none of them on alone as long as each sequence has a quarter of a run left, and none
+has waited for more than an eighth of a run's steps.  So the answer is there a quarter of a run ahead of need, and a
+frame carries the questions of several steps.
 """
 
 from __future__ import annotations
@@ -91,6 +94,8 @@ class Session:
         "tickets",
         "waiting",
         "waits",
+        "_commits",
+        "_held",
         "_id",
         "_sequence",
     )
@@ -112,6 +117,8 @@ class Session:
         self.batches = self.calls = self.waits = self.refills_sent = self.refused = 0
         self.pushes = self.posted_errors = 0
         self.given_up = 0  # calls among `outstanding` whose caller was interrupted
+        self._commits = False  # whether any of `posted` carries tokens
+        self._held = 0  # steps that the present refills have waited for others
         self._id = 0
         self._sequence = first
 
@@ -140,7 +147,22 @@ class Session:
 
     def post(self, verb: Verb, table: Table | None) -> None:
         """`verb` with the next frame."""
+        if type(verb) is Commit:
+            self._commits = True
         self.posted.append((verb, table))
+
+    def pressing(self) -> bool:
+        """At the end of a step: whether anything is due that has no time to wait for the next one."""
+        if self.posted or self.asked_back:
+            return True
+        if not self.refills:
+            return False
+        self._held = held = self._held + 1
+        quantum = self.quantum
+        if held >= quantum >> 3:
+            return True
+        least = quantum >> 2
+        return any(table.capacity - table._slot - table._base <= least for table in self.refills)
 
     def pack(self, submitted: int, completed: int, fence: int) -> list[bytes]:
         """All that is to be said, as frames: one, unless a limit of the daemon asks for more."""
@@ -150,6 +172,7 @@ class Session:
         refills = self.refills
         if refills:
             self.refills = []
+            self._held = 0
             for table in refills:
                 if table._asked != QUEUED:
                     continue  # freed or cut since
@@ -162,9 +185,10 @@ class Session:
         if not items:
             return frames
         most = self.limits.batch
-        if len(items) <= most and not any(type(verb) is Commit for verb, _ in items):
+        if len(items) <= most and not self._commits:
             self._frame(items, frames)
             return frames
+        self._commits = False
         first = size = 0
         for i, (verb, _) in enumerate(items):
             cost = VERB_BYTES + (len(verb.tokens) if type(verb) is Commit else 0)
@@ -255,14 +279,16 @@ class Session:
             raise PeerFault(f"{len(message.results)} results for a Batch of {len(items)}")
         for (verb, table), result in zip(items, message.results, strict=True):
             kind = type(result)
-            if kind is Done:
+            if kind is Grown:
+                if table is not None and table._fault is None:
+                    table._grown(result)  # type: ignore[arg-type]
+                # else it has ended since, and what was given went back with it
+            elif kind is Done:
                 continue
-            if kind is Error:
+            elif kind is Error:
                 self._failed(verb, table, refusal(result.code, result.message))  # type: ignore[union-attr]
             elif table is None or table._fault is not None:
-                continue  # ended since: what was given went back with it
-            elif kind is Grown:
-                table._grown(result)  # type: ignore[arg-type]
+                continue
             elif kind is Later or kind is Never:
                 self.denied(table, result)  # type: ignore[arg-type]
             elif kind is Trimmed and type(verb) is Trim:

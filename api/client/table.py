@@ -287,17 +287,22 @@ class Table:
         before = self.capacity
         position = answer.position
         length = self._slot + self._base
-        if position > before:
-            raise PeerFault(f"sequence {self.id} grew from {position}, but ends at {before}")
-        if position < before:
+        mine, given = self.extents, answer.extents
+        if position != before:
+            if position > before:
+                raise PeerFault(f"sequence {self.id} grew from {position}, but ends at {before}")
             self._cut(position)
-        self._add(answer.extents)
-        self.capacity = answer.capacity
+            self._add(given)
+        elif len(given) == 2 and mine and mine[-2] + mine[-1] == given[0]:
+            mine[-1] += given[1]  # what is nearly always so: the run goes on
+        else:
+            self._add(given)
+        self.capacity = capacity = answer.capacity
         if answer.copies:
             self._copies += answer.copies
         self._asked = SETTLED
         self._answer = self._error = None
-        self._note_run(answer.capacity - before)
+        self._mark = capacity - ((capacity - before + 1) >> 1)
         self._seat(length)
 
     def _refused(self, answer: Later | Never | KvslotError, now: float) -> None:

@@ -503,11 +503,15 @@ def test_torch_sees_the_same_memory(path: str) -> None:
 
 def test_a_client_that_was_not_closed_is_told_of(path: str) -> None:
     """The finalizer warns, and ends the session all the same."""
-    clients = [Client(path, name="forgotten")]
-    clients[0].admit(range(9000, 9010))
+
+    def forget() -> None:
+        client = Client(path, name="forgotten")
+        client.admit(range(9000, 9010))
+        del client
+        gc.collect()
+
     with pytest.warns(ResourceWarning, match="was not closed"):
-        clients.clear()
-    gc.collect()
+        forget()
     with Control(path) as control:
         assert "forgotten" not in [row.get("name") for row in control.inspect("sessions")]
 
