@@ -257,9 +257,11 @@ class Session:
         if self.outstanding:
             number, given_up = self.outstanding[0]
             if isinstance(given_up, list):
-                if kind is Error and not message.id:  # type: ignore[union-attr]
+                if type(message) is Error and not message.id:
                     return False  # the stream ends here
                 raise PeerFault(f"{kind.__name__} came where the Results of {number} were due")
+            if getattr(message, "id", -1) != number:
+                raise PeerFault(f"{kind.__name__} came where the reply to {number} was due")
             self.outstanding.popleft()
             self.given_up_reply(given_up, message)
             return True
