@@ -388,10 +388,13 @@ class AsyncClient(asyncio.Protocol):
     def _take(self, message: messages.Outgoing) -> None:
         """One message, in the order of the stream."""
         number = getattr(message, "id", -1)
-        if isinstance(message, messages.Error) and not number:
-            self._drop(refusal(message.code, message.message))
-            return
         session = getattr(self, "_session", None)
+        if isinstance(message, messages.Error) and not number:
+            why: KvslotError = refusal(message.code, message.message)
+            if session is not None:
+                why = Disconnected(f"the daemon at {self.path} has ended the connection: {message.message}")
+            self._drop(why)
+            return
         if self._replies and number == getattr(self._replies[0][0], "id", 0):
             request, waiting = self._replies.popleft()
             if not waiting.cancelled():

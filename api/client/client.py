@@ -621,9 +621,7 @@ class Client:
         if type(answer) is messages.Error:
             if answer.id == number:
                 raise refusal(answer.code, answer.message)
-            fault_ = refusal(answer.code, answer.message)
-            connection.close(fault_)
-            raise fault_
+            raise connection.dismissed(answer)
         if answer.id != number:  # type: ignore[union-attr]
             raise connection.broken(f"{type(answer).__name__} came where the reply to {number} was due")
         return answer
@@ -736,10 +734,8 @@ class Client:
             raise self._connection.broken(str(fault)) from fault
         if applied:
             return
-        if isinstance(message, messages.Error):
-            fault_ = refusal(message.code, message.message)
-            self._connection.close(fault_)
-            raise fault_
+        if isinstance(message, messages.Error) and not message.id:
+            raise self._connection.dismissed(message)
         raise self._connection.broken(f"{type(message).__name__} came, and nothing was asked")
 
     def _read_along(self, *, everything: bool = False) -> None:

@@ -142,10 +142,7 @@ class Connection:
         """`answer` as the reply to `request`; raises what it refuses with, or PeerFault when it is no answer to it."""
         wanted = getattr(request, "id", 0)
         if isinstance(answer, messages.Error) and answer.id in (wanted, 0):
-            if not answer.id:
-                # Not about one request: the stream ends here.
-                self.close(refusal(answer.code, answer.message))
-            raise refusal(answer.code, answer.message)
+            raise refusal(answer.code, answer.message) if answer.id else self.dismissed(answer)
         if not isinstance(answer, kind) or getattr(answer, "id", 0) != wanted:
             raise self.broken(f"{type(answer).__name__} came where {kind.__name__} {wanted} was due")
         return answer
@@ -191,6 +188,13 @@ class Connection:
     def broken(self, why: str) -> KvslotError:
         """Gives the connection up because the daemon broke the protocol; the error to raise."""
         fault = PeerFault(f"the daemon at {self.path} broke the protocol: {why}")
+        self.close(fault)
+        return fault
+
+    def dismissed(self, why: messages.Error) -> KvslotError:
+        """The daemon has ended the connection and said why, of no request in particular; the error to raise."""
+        fault = Disconnected(f"the daemon at {self.path} has ended the connection: {why.message}")
+        fault.__cause__ = refusal(why.code, why.message)
         self.close(fault)
         return fault
 

@@ -90,14 +90,15 @@ def test_the_end_in_the_middle_of_a_reply() -> None:
 
 
 def test_an_error_about_nothing_in_particular() -> None:
-    """Error with id 0 is about the connection: it is raised as what it is, and the connection is over."""
+    """Error with id 0 is about the connection, which is over: Disconnected, for the reason that the daemon gave."""
     with (
         fake(on(Probe, lambda r: messages.Error(0, 11, "the daemon ends"))) as (path, _),
         opened(path) as client,
     ):
         for _ in range(2):
-            with pytest.raises(ShuttingDown, match="the daemon ends"):
+            with pytest.raises(Disconnected, match="the daemon ends") as error:
                 client.probe([1])
+            assert isinstance(error.value.__cause__, ShuttingDown)
 
 
 def test_an_error_of_a_later_version() -> None:
