@@ -135,7 +135,7 @@ class Outcome(NamedTuple):
     recorder: Recorder
 
 
-class _Job:
+class Job:
     """One request from the moment it may run until it is finished or dropped."""
 
     __slots__ = (
@@ -161,7 +161,7 @@ class _Job:
     )
 
     def __init__(
-        self, number: int, round_: int, request: int, prompt: int, total: int, engine: int, pool: _Pool
+        self, number: int, round_: int, request: int, prompt: int, total: int, engine: int, pool: Lane
     ) -> None:
         self.number = number
         self.round = round_
@@ -188,14 +188,14 @@ class _Job:
         self.grow_ns = 0
 
 
-class _Pool:
+class Lane:
     """One policy instance and the line before it."""
 
     __slots__ = ("awaiting", "blocked", "policy", "prefilling", "queue", "running")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.queue: deque[_Job] = deque()
+        self.queue: deque[Job] = deque()
         self.running = 0
         self.blocked = False
         """The head of the line was refused, and nothing has finished since."""
@@ -229,10 +229,10 @@ class _Round:
         """Request -> requests parked until it is done."""
 
 
-_PREFILLED, _ASK, _FINISH, _ARRIVE, _RAMP = range(5)
+PREFILLED, ASK, FINISH, ARRIVE, RAMP = range(5)
 
 
-class _Engine:
+class Engine:
     def __init__(
         self,
         trace: Trace,
@@ -243,9 +243,11 @@ class _Engine:
     ) -> None:
         self.trace = trace
         self.config = config
-        self.pools = [_Pool(policy) for policy in instances]
+        self.pools = [Lane(policy) for policy in instances]
         self.expander = expander
         self.progress = progress
+        self.clock: Callable[[], int] = time.thread_time_ns
+        """What a policy's calls are measured with, in ns."""
         self.horizon = math.inf if config.hours is None else config.hours * 3600.0
         self.recorder = Recorder(
             expected=len(trace) if config.hours is None else None,
@@ -254,10 +256,10 @@ class _Engine:
         self.written = Written(trace, rounds=config.hours is not None)
         self.clocked = (trace.t is not None or config.rate is not None) and not config.closed_loop
         self.random = random.Random(config.seed)
-        self.events: list[tuple[float, int, int, _Job | None, int]] = []
+        self.events: list[tuple[float, int, int, Job | None, int]] = []
         self.ticks = 0
         self.lines = 0
-        self.jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, Job] = {}
         """In the system: waiting in line or running."""
         self.running = 0
         self.rounds: dict[int, _Round] = {0: _Round(len(trace))}
@@ -290,33 +292,24 @@ class _Engine:
             self._plan_arrival()
         else:
             ramp = (
-                _mean_request_s(self.trace, self.config) if self.config.ramp_s is None else self.config.ramp_s
+                mean_request_s(self.trace, self.config) if self.config.ramp_s is None else self.config.ramp_s
             )
             self.ramp_gap_s = ramp / self.config.live
             if self.ramp_gap_s > 0:
                 self.allowed = 1
-                self._at(self.ramp_gap_s, _RAMP, None)
+                self._at(self.ramp_gap_s, RAMP, None)
             self._fill(now)
         handled = 0
         while events:
             at, _, kind, job, attempt = heappop(events)
             if job is not None and (job.attempt != attempt):
                 continue
-            if kind == _RAMP and not self.jobs and self._exhausted():
+            if kind == RAMP and not self.jobs and self._exhausted():
                 continue  # the trace is over before the loop was full
             if recorder.sampler is not None and recorder.sampler.next < at:
                 self._read(at)
             now = at
-            if kind == _RAMP:
-                self._ramp(now)
-            elif job is None:
-                self._arrive(now)
-            elif kind == _PREFILLED:
-                self._prefilled(job, now)
-            elif kind == _ASK:
-                self._ask(job, now)
-            else:
-                self._finish(job, now)
+            self._happen(kind, job, now)
             self._fill(now)
             handled += 1
             if self.progress is not None and handled % PROGRESS_EVERY == 0:
@@ -330,6 +323,19 @@ class _Engine:
             )
         return recorder
 
+    def _happen(self, kind: int, job: Job | None, now: float) -> None:
+        """What was planned for this moment."""
+        if kind == RAMP:
+            self._ramp(now)
+        elif job is None:
+            self._arrive(now)
+        elif kind == PREFILLED:
+            self._prefilled(job, now)
+        elif kind == ASK:
+            self._ask(job, now)
+        else:
+            self._finish(job, now)
+
     def _read(self, until: float) -> None:
         """Bring the samples up to `until`; nothing has changed since the last event."""
         sampler = self.recorder.sampler
@@ -341,7 +347,7 @@ class _Engine:
             self.recorder.totals(),
         )
 
-    def _at(self, when: float, kind: int, job: _Job | None) -> None:
+    def _at(self, when: float, kind: int, job: Job | None) -> None:
         self.ticks += 1
         heappush(self.events, (when, self.ticks, kind, job, 0 if job is None else job.attempt))
 
@@ -369,7 +375,7 @@ class _Engine:
             assert self.trace.t is not None
             self.arrival_s = round_ * self.round_s + self.trace.t[request] - self.trace.t[0]
         if self.arrival_s < self.horizon:
-            self._at(self.arrival_s, _ARRIVE, None)
+            self._at(self.arrival_s, ARRIVE, None)
 
     def _arrive(self, now: float) -> None:
         round_, request = self._next()
@@ -390,7 +396,7 @@ class _Engine:
         state.waiting.setdefault(before, []).append(request)
         return True
 
-    def _done(self, job: _Job) -> None:
+    def _done(self, job: Job) -> None:
         """The request is finished or dropped: whoever waited for it may come."""
         del self.jobs[job.number]
         round_ = job.round
@@ -421,7 +427,7 @@ class _Engine:
         else:
             engine = _scatter(number, self.config.seed + 1) % self.config.engines
         pool = self.pools[engine % len(self.pools)]
-        job = _Job(number, round_, request, trace.prompt_len[request], trace.total[request], engine, pool)
+        job = Job(number, round_, request, trace.prompt_len[request], trace.total[request], engine, pool)
         self.lines += 1
         job.key = self.lines
         self.jobs[number] = job
@@ -431,7 +437,7 @@ class _Engine:
         """Closed loop: one more may be in the system."""
         self.allowed += 1
         if self.allowed < self.config.live and now < self.horizon:
-            self._at(self.allowed * self.ramp_gap_s, _RAMP, None)
+            self._at(self.allowed * self.ramp_gap_s, RAMP, None)
 
     def _pull(self, now: float) -> bool:
         """Closed loop: bring one more request into the system, if any may come."""
@@ -453,7 +459,7 @@ class _Engine:
         live = self.config.live
         pools = self.pools
         while self.running < live:
-            best: _Pool | None = None
+            best: Lane | None = None
             for pool in pools:
                 if (
                     pool.queue
@@ -466,12 +472,12 @@ class _Engine:
             elif self.clocked or len(self.jobs) >= self.allowed or not self._pull(now):
                 return
 
-    def _admit(self, pool: _Pool, now: float) -> None:
+    def _admit(self, pool: Lane, now: float) -> None:
         job = pool.queue[0]
         recorder = self.recorder
         tokens = b"" if self.expander is None else self.expander.prompt(job.request, job.round)
         engine = job.engine if len(self.pools) == 1 else 0
-        clock = time.thread_time_ns
+        clock = self.clock
         began = clock()
         answer = pool.policy.admit(job.number, tokens, engine, now)
         took = clock() - began
@@ -506,21 +512,21 @@ class _Engine:
             if recorder.picture_due(now):
                 recorder.picture(now, b"".join(each.policy.blocks() for each in self.pools))
         job.length, job.capacity, job.ask_at = job.prompt, answer.capacity, answer.ask_at
-        self._at(now + (job.prompt - answer.hit) * self.config.prefill_us * 1e-6, _PREFILLED, job)
+        self._at(now + (job.prompt - answer.hit) * self.config.prefill_us * 1e-6, PREFILLED, job)
 
-    def _check_admitted(self, pool: _Pool, job: _Job, answer: Admitted) -> None:
+    def _check_admitted(self, pool: Lane, job: Job, answer: Admitted) -> None:
         if not 0 <= answer.hit < job.prompt:
             raise PolicyFault(f"{pool.policy.name}: hit of {answer.hit} for a prompt of {job.prompt} tokens")
         if not job.prompt <= answer.ask_at <= answer.capacity:
             raise PolicyFault(f"{pool.policy.name}: {answer} for a prompt of {job.prompt} tokens")
 
-    def _refused(self, pool: _Pool, job: _Job, answer: Refused, now: float) -> None:
+    def _refused(self, pool: Lane, job: Job, answer: Refused, now: float) -> None:
         recorder = self.recorder
         if answer.never:
             recorder.never_at.append(now)
             self._drop(pool, now)
             return
-        if not answer.needed and pool.running:
+        if not answer.needed and self._others_run(pool):
             # Somebody is computing the same prefix: it is asked for again when that is written.
             pool.blocked = pool.awaiting = True
             return
@@ -530,13 +536,17 @@ class _Engine:
             self._judge(pool, answer.needed, now)
             if recorder.held_at_first_refusal is None:
                 recorder.held_at_first_refusal = self._distinct_live(now)
-        if pool.running:
+        if self._others_run(pool):
             pool.blocked = True
         else:
             recorder.stuck_at.append(now)
             self._drop(pool, now)
 
-    def _judge(self, pool: _Pool, needed: int, now: float) -> None:
+    def _others_run(self, pool: Lane) -> bool:
+        """Whether anybody runs whose end, or whose prompt, would change the answer that the line's head got."""
+        return pool.running > 0
+
+    def _judge(self, pool: Lane, needed: int, now: float) -> None:
         """Was the refusal a pseudo-OOM, and had another engine's pool what was needed?"""
         watermark = self.config.watermark
         if room(pool.gauges(), watermark) >= needed:
@@ -566,15 +576,15 @@ class _Engine:
                 j = owner[j]
         return sum(end - keep[j] for (_, j), end in reach.items())
 
-    def _drop(self, pool: _Pool, now: float) -> None:
+    def _drop(self, pool: Lane, now: float) -> None:
         """The head of the line leaves without having run."""
         job = pool.queue.popleft()
         self._done(job)
 
     # --- Running ---
 
-    def _prefilled(self, job: _Job, now: float) -> None:
-        clock = time.thread_time_ns
+    def _prefilled(self, job: Job, now: float) -> None:
+        clock = self.clock
         began = clock()
         job.pool.policy.prefilled(job.number, now)
         job.cpu_ns += clock() - began
@@ -586,15 +596,15 @@ class _Engine:
         job.base = now
         self._plan(job)
 
-    def _plan(self, job: _Job) -> None:
+    def _plan(self, job: Job) -> None:
         """The job decodes up to where it must ask, or to its end."""
         assert job.base is not None
         to = min(job.ask_at, job.total)
         when = job.base + (to - job.prompt) * self.config.decode_ms * 1e-3
         # Asking is for the next token: a sequence that ends exactly there has nothing to ask.
-        self._at(when, _FINISH if to == job.total else _ASK, job)
+        self._at(when, FINISH if to == job.total else ASK, job)
 
-    def _ask(self, job: _Job, now: float) -> None:
+    def _ask(self, job: Job, now: float) -> None:
         job.length = job.ask_at
         pool, policy = job.pool, job.pool.policy
         clock = time.perf_counter_ns
@@ -612,7 +622,7 @@ class _Engine:
             victim = None if number is None else self.jobs.get(number)
             if victim is None or victim.pool is not pool:
                 raise PolicyFault(f"{policy.name}: victim() named {number}, which does not run here")
-            if victim is job and pool.running == 1:
+            if victim is job and self._hopeless(pool):
                 # Alone, and the whole pool is too small for it.
                 self._stop(job, now)
                 self.recorder.never_at.append(now)
@@ -632,7 +642,11 @@ class _Engine:
         job.ask_at, job.capacity = answer.ask_at, answer.capacity
         self._plan(job)
 
-    def _stop(self, job: _Job, now: float) -> None:
+    def _hopeless(self, pool: Lane) -> bool:
+        """Whether nobody's end could make room for the growth that was just refused."""
+        return pool.running == 1
+
+    def _stop(self, job: Job, now: float) -> None:
         """Take a running job off the pool."""
         began = time.perf_counter_ns()
         job.pool.policy.abort(job.number, now)
@@ -646,10 +660,10 @@ class _Engine:
         # Room that a preemption made is for the growth that forced it: the line waits for somebody to finish.
         job.pool.blocked = job.pool.running > 0
 
-    def _finish(self, job: _Job, now: float) -> None:
+    def _finish(self, job: Job, now: float) -> None:
         pool = job.pool
         output = b"" if self.expander is None else self.expander.output(job.request, job.round)
-        clock = time.thread_time_ns
+        clock = self.clock
         began = clock()
         pool.policy.finish(job.number, output, now)
         job.cpu_ns += clock() - began
@@ -667,7 +681,7 @@ class _Engine:
             gc.collect()
 
 
-def _mean_request_s(trace: Trace, config: ReplayConfig) -> float:
+def mean_request_s(trace: Trace, config: ReplayConfig) -> float:
     """Time of a request on average, if all that it inherits is found."""
     fresh = sum(max(1, prompt - keep) for prompt, keep in zip(trace.prompt_len, trace.keep, strict=True))
     output = sum(trace.total) - sum(trace.prompt_len)
@@ -683,7 +697,7 @@ def _scatter(number: int, seed: int) -> int:
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
+def quiet_collector() -> Iterator[None]:
     """No garbage collection inside measured calls; see COLLECT_EVERY."""
     was = gc.isenabled()
     gc.collect()
@@ -727,8 +741,8 @@ def replay(
         for _ in range(count)
     ]
     began = time.perf_counter()
-    with _quiet_collector():
-        engine = _Engine(trace, config, instances, expander or Expander(trace), progress)
+    with quiet_collector():
+        engine = Engine(trace, config, instances, expander or Expander(trace), progress)
         recorder = engine.run()
     run = Run(
         trace=trace.name,
@@ -756,8 +770,8 @@ def optimum(trace: Trace, config: ReplayConfig, progress: Progress | None = None
         trace, config.pool_tokens, watermark=config.watermark, rounds=config.hours is not None
     )
     alone = msgspec.structs.replace(config, engines=1, sharing="shared")
-    with _quiet_collector():
-        recorder = _Engine(trace, alone, [policy], None, progress).run()
+    with quiet_collector():
+        recorder = Engine(trace, alone, [policy], None, progress).run()
     return dict(zip(recorder.number, recorder.hit, strict=True))
 
 
@@ -765,8 +779,8 @@ def peak_live_tokens(trace: Trace, config: ReplayConfig) -> int:
     """Most distinct tokens that running sequences hold at once, once through the trace, in a pool without limits."""
     yardstick = Yardstick(trace)
     endless = msgspec.structs.replace(config, policy="yardstick", hours=None, engines=1, sharing="shared")
-    with _quiet_collector():
-        _Engine(trace, endless, [yardstick], None, None).run()
+    with quiet_collector():
+        Engine(trace, endless, [yardstick], None, None).run()
     return yardstick.distinct_max
 
 

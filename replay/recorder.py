@@ -329,8 +329,10 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
         before = _before(sampler, start)
         after = buckets[-1].counters if buckets else before
         delta = Counters(*(b - a for a, b in zip(before, after, strict=True)))
-        refusals = _count(recorder.refused_at, start, end, last)
-        pseudo = _count(recorder.pseudo_oom_at, start, end, last)
+        # What was refused before anything was admitted belongs to the phase that begins with that.
+        since = start if start > admitted[0] else -np.inf
+        refusals = _count(recorder.refused_at, since, end, last)
+        pseudo = _count(recorder.pseudo_oom_at, since, end, last)
         finished_count = int(done.sum())
         held = recorder.held_at_first_refusal
         made.append(
@@ -351,8 +353,8 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
                 end_s=_round(end),
                 requests=int(mine.sum()),
                 finished=finished_count,
-                never=_count(recorder.never_at, start, end, last),
-                stuck=_count(recorder.stuck_at, start, end, last),
+                never=_count(recorder.never_at, since, end, last),
+                stuck=_count(recorder.stuck_at, since, end, last),
                 prompt_tokens=tokens,
                 hit_tokens=int(hit[mine].sum()),
                 internal_fragmentation_pct=_spread(
@@ -370,8 +372,8 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
                 refusals_per_hour=_round(refusals / hours),
                 pseudo_oom=pseudo,
                 pseudo_oom_per_hour=_round(pseudo / hours),
-                refused_room_elsewhere=_count(recorder.elsewhere_at, start, end, last),
-                preemptions=_count(recorder.preempted_at, start, end, last),
+                refused_room_elsewhere=_count(recorder.elsewhere_at, since, end, last),
+                preemptions=_count(recorder.preempted_at, since, end, last),
                 max_concurrent_sessions=None,
                 alloc_us=_quantiles(alloc),
                 cpu_us_per_request=_mean_us(recorder.cpu_ns, done),
