@@ -12,8 +12,9 @@ garbage collector, and nothing here is per token.
     tick      last access                         flags, priority, expiry
 
 Numbers are handed out by clusters of 16: a child takes one of its parent's cluster while there is room, else the first
-of an empty cluster.  A path is then a few stretches of each column, and what walks it (a look-up, a hold, an eviction)
-touches a few places in memory instead of one per node and column: in a tree that no cache holds, most of the time.
+of an empty cluster, or one of a shared cluster where most numbers would stay empty.  A path is then a few stretches of
+each column, and what walks it (a look-up, a hold, an eviction) touches a few places in memory instead of one per node
+and column: in a tree that no cache holds, most of the time.
 
 Keys are compared as tokens, never by hash.  A node with several children finds the next by its first token (in opaque
 layouts: its first block) in a dict, which compares those bytes in full; the rest of the edge is compared in one
@@ -41,6 +42,8 @@ MOVING_FLAG = 1
 WIDE = 4096  # children from which a fan is kept in parts, so that no single dict resize takes longer than ~0.1 ms
 PLACE = 64  # bytes on either side that tell one place from another
 _PARTS = 256
+SPARSE = 4  # numbers for a node, at the most, before paths begin to share clusters
+SHARING_STEPS = 64  # clusters looked at for a vacant number; then rather more are made
 _ALL = 0xFFFF  # a cluster's numbers
 _NUMPY_FROM = 4096  # bytes from which numpy finds the first difference faster than bisection does
 
@@ -95,6 +98,7 @@ class PrefixTree:
         "_clusters_bare",
         "_clusters_part",
         "_in_part",
+        "_sharing",
         "_vacant",
         "holds",
         "keys",
@@ -138,6 +142,7 @@ class PrefixTree:
         self._clusters_bare: list[int] = []  # those without a live node
         self._clusters_part: list[int] = []  # those that ceased to be full; some may be full again, or bare
         self._in_part = bytearray(1)  # by cluster: 1 when it stands there
+        self._sharing = 0  # the cluster that short paths share now
         self.nodes = 0  # live nodes, roots included
         self.tokens = 0  # tokens of live nodes
         self.evictable = 0
@@ -177,6 +182,15 @@ class PrefixTree:
             if vacant[cluster]:
                 return cluster
             self._in_part[part.pop()] = 0
+        if self.nodes * SPARSE < len(self.keys):
+            # Many short paths: one cluster each would be mostly empty.  They share, each cluster until it is full.
+            cluster, clusters = self._sharing, len(vacant)
+            for _ in range(SHARING_STEPS):
+                if vacant[cluster]:
+                    self._sharing = cluster
+                    return cluster
+                cluster = cluster + 1 if cluster + 1 < clusters else 0
+            self._sharing = cluster
         self._grow()
         return bare.pop()
 
