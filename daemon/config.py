@@ -267,7 +267,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = 20.0
     slice_us: Annotated[
         int, Rule("whole", "most that background work takes at a time", "us", 50, 100_000)
-    ] = 500
+    ] = 100
     prefault: Annotated[bool, Rule("flag", "all memory is taken at start, not when it is first touched")] = (
         True
     )

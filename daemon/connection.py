@@ -57,6 +57,7 @@ class Connection:
         self._backlog: deque[bytes | memoryview] = deque()
         self._batch: _Batch | None = None
         self._out = bytearray()
+        self._held: bytearray | None = None  # replies, while the hub answers several clients
         self._pushes: dict[Hashable, messages.Push] = {}
         self._reading = False
         self._writing = False
@@ -180,18 +181,21 @@ class Connection:
         """The client has to wait: with its replies, or for its turn."""
         if self._reading:
             self._reading = False
-            self.server.loop.remove_reader(self.sock.fileno())
+            self.server.hub.remove(self.sock.fileno())
 
     def resume_reading(self) -> None:
         """Ready for more."""
         if not self._reading and not self.closed and not self.closing:
             self._reading = True
-            self.server.loop.add_reader(self.sock.fileno(), self.readable)
+            self.server.hub.add(self.sock.fileno(), self)
 
     # -- out ---------------------------------------------------------------------------------------------------
 
     def send(self, frame: bytes | bytearray) -> None:
         """Sends what the socket takes now, and keeps the rest."""
+        if self._held is not None:
+            self._held += frame
+            return
         if self._out:
             self._out += frame
         else:
@@ -212,12 +216,23 @@ class Connection:
         if len(self._out) > self.server.settings.reply_bytes:
             self.pause_reading()
 
+    def hold(self) -> None:
+        """Replies wait until `release`."""
+        self._held = bytearray()
+
+    def release(self) -> None:
+        """What was held is sent."""
+        held, self._held = self._held, None
+        if held and not self.closed:
+            self.send(held)
+
     def _send_all(self, frames: list[bytes]) -> None:
         if frames and not self.closed:
             self.send(frames[0] if len(frames) == 1 else b"".join(frames))
 
     def send_with_descriptors(self, frame: bytes, descriptors: list[int]) -> None:
         """The Welcome: descriptors travel with its first byte, which the socket has room for."""
+        self.release()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
             sent = self.sock.sendmsg([frame], rights)
@@ -292,11 +307,13 @@ class Connection:
     def refuse(self, refused: Refused) -> None:
         """Says why, as far as the socket takes it, and ends the connection."""
         if not self.closed:
+            self.release()
             self.send(encode(messages.Error(0, refused.code, str(refused))))
             self.end(str(refused))
 
     def finish(self) -> None:
         """Ends the connection once everything said has been taken."""
+        self.release()
         if self.closed:
             return
         if self._out:
@@ -312,7 +329,7 @@ class Connection:
         self.closed = True
         loop, number = self.server.loop, self.sock.fileno()
         if self._reading:
-            loop.remove_reader(number)
+            self.server.hub.remove(number)
         if self._writing:
             loop.remove_writer(number)
         self._reading = self._writing = False

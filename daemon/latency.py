@@ -41,6 +41,8 @@ class Latency:
         """By verb: how many, how many refused, and of the sampled ones mean and percentiles in microseconds."""
         rows: dict[str, dict[str, Any]] = {}
         for verb, count in sorted(self.counts.items(), key=lambda item: item[0].__name__):
+            if not count:
+                continue
             row: dict[str, Any] = {"count": count, "refused": self.refused.get(verb, 0), "sampled": 0}
             sums = self._sums.get(verb)
             if sums is not None:

@@ -51,6 +51,7 @@ from kvslot.daemon.collector import Collector
 from kvslot.daemon.connection import Connection
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.hub import Hub
 from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import limited
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
@@ -59,6 +60,8 @@ from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
 
 TICK_SECONDS: Final = 0.005
 UPKEEP_SECONDS: Final = 1.0
+SWEEP_PAUSE: Final = 4
+"""Times as long as a slice of cleaning up took, the others have the processor."""
 PROGRESS_SECONDS: Final = 2.0
 DESCRIPTORS_EACH: Final = 4
 """Of a session: socket, page, bell, process."""
@@ -93,6 +96,7 @@ class Server:
         self.version = __version__
         self.latency = Latency()
         self.collector = Collector()
+        self.hub = Hub(loop)
         self.connections: set[Connection] = set()
         self.sessions: dict[int, Member] = {}  # by their number, the lost among them
         self.draining = False
@@ -107,12 +111,15 @@ class Server:
         self._accepting = False
         self._ticking = False
         self._sweeping = False
+        self._swept_round = 0
+        self._graves: list[dict[int, Any]] = []  # of ended sessions, emptied in slices too
         self._looking = False
         self._drain_deadline = 0.0
         self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
         self._uids = {0, os.geteuid(), *settings.control_uids}
         self._gids = set(settings.control_gids)
         self._counts = self.latency.counts
+        self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE
         if limit < wanted:
@@ -149,8 +156,7 @@ class Server:
     def answer(self, connection: Connection, request: messages.Request, now: float) -> messages.Reply | None:
         """One request: the reply, or none where none is due."""
         kind = type(request)
-        counts = self._counts
-        counts[kind] = counts.get(kind, 0) + 1
+        self._counts[kind] += 1
         row = TABLE[kind]
         member = connection.member
         number = request.id
@@ -178,8 +184,7 @@ class Server:
     ) -> messages.BatchReply:
         """One verb of a Batch: always a reply, since its place tells what it belongs to."""
         kind = type(request)
-        counts = self._counts
-        counts[kind] = counts.get(kind, 0) + 1
+        self._counts[kind] += 1
         if connection.member is None:
             # A verb before it in the same batch found the session's page lying.
             return messages.Error(0, OutOfTurn.code, "the session has ended")
@@ -230,7 +235,7 @@ class Server:
         if connection.member is None or not request.id or len(request.verbs) > self.settings.batch_max:
             return False  # `answer` says why not
         connection.member.frames += 1
-        self._counts[messages.Batch] = self._counts.get(messages.Batch, 0) + 1
+        self._counts[messages.Batch] += 1
         return True
 
     def after(self, connection: Connection, now: float) -> None:
@@ -474,22 +479,38 @@ class Server:
             self.loop.call_soon(self._sweep)
 
     def _sweep(self) -> None:
-        """A slice of cleaning up after ended sessions; the others are served between two of them."""
+        """A slice of cleaning up after ended sessions.
+
+        At once again while nobody wants anything; else the others have the processor for several times as long first.
+        """
         self._sweeping = False
-        until = time.perf_counter_ns() + self.settings.slice_us * 1000
+        began = time.perf_counter_ns()
+        until = began + self.settings.slice_us * 1000
         again = False
         for hosted in self.pools.values():
-            while not (done := hosted.core.sweep(4)):
+            while not (done := hosted.core.sweep(1)):
                 if time.perf_counter_ns() >= until:
                     break
             again = again or not done
-            now = time.monotonic()
             if hosted.core.pushes or hosted.core.admission.busy:
-                self._deliver(hosted, now)
-        if again:
-            self._start_sweep()
+                self._deliver(hosted, time.monotonic())
         for member in [each for each in self.sessions.values() if each.session.life == Life.ENDED]:
             self._forget(member)
+        graves = self._graves
+        while graves and time.perf_counter_ns() < until:
+            grave = graves[-1]
+            for _ in range(min(len(grave), 32)):
+                grave.popitem()
+            if not grave:
+                graves.pop()
+        if again or graves:
+            self._sweeping = True
+            if self.hub.rounds == self._swept_round:
+                self.loop.call_soon(self._sweep)
+            else:
+                self._swept_round = self.hub.rounds
+                took = (time.perf_counter_ns() - began) / 1e9
+                self.loop.call_later(SWEEP_PAUSE * took, self._sweep)
 
     def _forget(self, member: Member) -> None:
         """The session has ended and holds nothing."""
@@ -502,8 +523,8 @@ class Server:
             if descriptor >= 0:
                 self.loop.remove_reader(descriptor)
         member.close()
-        member.sequences.clear()
-        member.by_handle.clear()
+        self._graves += [member.sequences, member.by_handle]
+        member.sequences, member.by_handle = {}, {}
         log.info("session_gone", session=member.number)
         self._look_whether_drained()
 
@@ -635,6 +656,7 @@ class Server:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         self._audits.clear()
+        self.hub.close()
         for hosted in self.pools.values():
             hosted.device.close()
 

@@ -25,6 +25,8 @@ FRAME_BYTES: Final = (
 
 M = TypeVar("M")
 
+PARTS: Final = 256  # of a frame, kept apart; who sends byte by byte shall not make us keep an object for each
+
 _length = struct.Struct("<I").unpack_from
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -34,54 +36,54 @@ _outgoing = msgspec.msgpack.Decoder(Outgoing)
 class Reader:
     """Cuts a stream into frames."""
 
-    __slots__ = ("limit", "_buffer")
+    __slots__ = ("limit", "_need", "_parts", "_size")
 
     def __init__(self, limit: int = FRAME_BYTES) -> None:
         self.limit = limit
-        self._buffer = bytearray()
+        self._parts: list[bytes | memoryview] = []  # of frames that are not complete: joined once they are
+        self._size = 0  # bytes they have
+        self._need = 0  # bytes at which there is something to cut
 
     def feed(self, data: bytes) -> list[bytes | memoryview]:
         """The bodies that `data` completes, in order; raises PeerFault on a length that is 0 or beyond the limit.
 
         Frames that came before a bad length in the same `data` are lost with it: the stream ends there.
         """
-        buffer = self._buffer
         size = len(data)
-        if not buffer:
-            # What is nearly always so: one whole frame.
-            if size >= HEAD and _length(data)[0] == size - HEAD and 0 < size - HEAD <= self.limit:
-                return [memoryview(data)[HEAD:]]
-            view, stop, kept = memoryview(data), size, False
-        else:
-            buffer += data
-            stop = len(buffer)
-            if stop < HEAD or (stop < HEAD + _length(buffer)[0] and 0 < _length(buffer)[0] <= self.limit):
+        if self._size:
+            self._parts.append(data)
+            self._size = size = self._size + size
+            if size < self._need:
+                if len(self._parts) > PARTS:
+                    self._parts = [b"".join(self._parts)]
                 return []
-            view, kept = memoryview(bytes(buffer)), True
+            data = b"".join(self._parts)
+            self._parts.clear()
+            self._size = 0
+        elif size >= HEAD and _length(data)[0] == size - HEAD and 0 < size - HEAD <= self.limit:
+            # What is nearly always so: one whole frame.
+            return [memoryview(data)[HEAD:]]
+        view = memoryview(data)
         bodies: list[bytes | memoryview] = []
-        at = 0
-        while stop - at >= HEAD:
+        at, need = 0, HEAD
+        while size - at >= HEAD:
             length = _length(view, at)[0]
             if not 0 < length <= self.limit:
                 raise PeerFault(f"a frame of {length} bytes: from 1 to {self.limit} are allowed")
-            if stop - at - HEAD < length:
+            if size - at - HEAD < length:
+                need = HEAD + length
                 break
             at += HEAD + length
             bodies.append(view[at - length : at])
-        if kept:
-            del buffer[:at]
-        elif at < stop:
-            buffer += view[at:]
+        if at < size:
+            self._parts.append(view[at:] if at else data)
+            self._size, self._need = size - at, need
         return bodies
 
     @property
     def pending(self) -> int:
         """Bytes of a frame that is not complete."""
-        return len(self._buffer)
-
-    def wanted(self) -> int:
-        """How many bytes are missing from the frame that has begun; 0 where that is not known."""
-        return HEAD + _length(self._buffer)[0] - len(self._buffer) if len(self._buffer) >= HEAD else 0
+        return self._size
 
 
 def encode(message: msgspec.Struct) -> bytes:
