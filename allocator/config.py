@@ -29,6 +29,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     headroom: float = (
         0.003  # share of `usable` that eviction keeps free, so that what is freed meets its neighbours
     )
+    ahead: bool = (
+        False  # the caller keeps the headroom by `replenish`, between requests; else each request does
+    )
     eviction: str = "lru"
     quantum: int = 0  # slots of a growth run; 0: 32 tokens or a block, whichever is smaller
     fence_patience: float = 0.05  # how long memory that is coming free holds eviction back

@@ -46,7 +46,8 @@ class Placement:
         self.quantum = -(-quantum // self.unit) * self.unit
         self.watermark = int(self.usable * config.watermark)
         self.ledger = Ledger(self.slots, self.padding)
-        self.headroom = int(self.usable * config.headroom) // self.quantum
+        self.headroom = int(self.usable * config.headroom) // self.quantum  # in cells
+        self.kept = 0 if config.ahead else self.headroom  # what a request leaves free of it
         self.cell = (
             self.quantum
         )  # growth and placement go by the same measure; holes are what falls short of it
@@ -117,7 +118,7 @@ class Placement:
             count = -(-left // cell)
             if not run and left % cell:
                 cells = []
-            elif count + self.headroom <= runs.cells_free:
+            elif count + self.kept <= runs.cells_free:
                 cells = runs.take_cells(count, kind, root)  # as `_cells` would, which need not be asked
             else:
                 cells = self._cells(count, kind, root, now)
@@ -200,16 +201,16 @@ class Placement:
         """Takes `cells` whole cells as flat extents; [] and nothing taken when they are not to be had.
 
         Evicts where that would leave fewer cells free than the headroom, but at most twice what is taken, so that no
-        single request pays for a headroom that was used up.
+        single request pays for a headroom that was used up.  With `ahead`, only where cells are missing.
         """
         runs = self.runs
-        goal = cells + self.headroom
+        goal = cells + self.kept
         own: list[int] = []
         if goal > runs.cells_free and self.tree.evictable:
             left = cells
             if cells >= HAND_ON:
                 left -= self._hand_on(min(cells, goal - runs.cells_free), kind, group, now, own)
-                goal = left + self.headroom
+                goal = left + self.kept
             if left and goal > runs.cells_free:
                 self._evict_cells(min(goal, max(left, runs.cells_free + 2 * cells)), now)
             cells = left
@@ -272,6 +273,15 @@ class Placement:
                 break
             self._drop(node, tokens if unit == 1 else -(-tokens // unit) * unit)
             tokens = goal - self.runs.total
+
+    def replenish(self, now: float, cells: int = 8) -> bool:
+        """Evicts until some `cells` more are free, if the headroom lacks them; true when there is more to be done."""
+        runs = self.runs
+        if runs.cells_free >= self.headroom or not self.tree.evictable:
+            return False
+        before = self.evicted_tokens
+        self._evict_cells(min(self.headroom, runs.cells_free + cells), now)
+        return self.evicted_tokens > before and runs.cells_free < self.headroom
 
     def _evict_cells(self, goal: int, now: float) -> None:
         """Evicts until `goal` whole cells are free, or so many slots are that their being scattered is to blame.

@@ -803,6 +803,7 @@ def pool_config(pool: PoolSettings, layout: Layout) -> PoolConfig:
         windowed=layout.windowed if pool.windowed is None else pool.windowed,
         watermark=pool.watermark,
         headroom=pool.headroom,
+        ahead=True,
         eviction=pool.eviction,
         quantum=pool.quantum,
         fence_patience=pool.fence_patience_ms / 1000,

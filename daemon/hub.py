@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ LOOKS: Final = 4
 class Hub:
     """The sockets that are being read."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, after: Callable[[], None]) -> None:
+        """`after` is called at the end of each round in which anybody was served."""
         self.rounds = 0  # in which anybody was served
         self._loop = loop
+        self._after = after
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
         loop.add_reader(self._epoll.fileno(), self._ready)
@@ -57,6 +60,7 @@ class Hub:
                 connection = connections.get(events[0][0])
                 if connection is not None:
                     connection.readable()
+                self._after()
                 continue
             held: list[Connection] = []
             for number, _ in events:
@@ -67,3 +71,4 @@ class Hub:
                     connection.readable()
             for connection in held:
                 connection.release()
+            self._after()

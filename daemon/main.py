@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -174,10 +174,10 @@ def _main(arguments: argparse.Namespace) -> int:
         return _refuse(error, arguments)
     if arguments.check_config:
         return _check(effective, sums, arguments.json)
-    return _serve(effective.settings)
+    return _serve(effective.settings, lambda: config.load(path, os.environ, overrides))
 
 
-def _serve(settings: Settings) -> int:
+def _serve(settings: Settings, reload: Callable[[], Settings]) -> int:
     import structlog
 
     from kvslot.daemon import config, logs
@@ -188,7 +188,7 @@ def _serve(settings: Settings) -> int:
     for stray in config.strays(os.environ):
         log.warning("environment_unknown", reason=stray)
     try:
-        return serve(settings)
+        return serve(settings, reload)
     finally:
         logs.tell_suppressed(log)
 

@@ -23,7 +23,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,6 +60,8 @@ from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
 
 TICK_SECONDS: Final = 0.005
 UPKEEP_SECONDS: Final = 1.0
+REPLENISH_NS: Final = 50_000
+"""Of evicting ahead, between two rounds of the hub."""
 SWEEP_PAUSE: Final = 4
 """Times as long as a slice of cleaning up took, the others have the processor."""
 PROGRESS_SECONDS: Final = 2.0
@@ -96,7 +98,7 @@ class Server:
         self.version = __version__
         self.latency = Latency()
         self.collector = Collector()
-        self.hub = Hub(loop)
+        self.hub = Hub(loop, self.replenish)
         self.connections: set[Connection] = set()
         self.sessions: dict[int, Member] = {}  # by their number, the lost among them
         self.draining = False
@@ -112,6 +114,7 @@ class Server:
         self._ticking = False
         self._sweeping = False
         self._swept_round = 0
+        self._replenishing = False
         self._graves: list[dict[int, Any]] = []  # of ended sessions, emptied in slices too
         self._looking = False
         self._drain_deadline = 0.0
@@ -246,6 +249,25 @@ class Server:
             if pool.pushes or pool.admission.busy:
                 self._deliver(member.hosted, now)
         self.collector.served()
+
+    def replenish(self) -> None:
+        """After a round of the hub: what requests took of the headroom is evicted, some now, some a little later."""
+        until = 0
+        now = time.monotonic()
+        for hosted in self.pools.values():
+            pool = hosted.core
+            if pool.runs.cells_free < pool.headroom:
+                until = until or time.perf_counter_ns() + REPLENISH_NS
+                while pool.replenish(now):
+                    if time.perf_counter_ns() >= until:
+                        if not self._replenishing:
+                            self._replenishing = True
+                            self.loop.call_soon(self._replenish_more)
+                        return
+
+    def _replenish_more(self) -> None:
+        self._replenishing = False
+        self.replenish()
 
     def _deliver(self, hosted: HostedPool, now: float) -> None:
         members = hosted.members
@@ -688,6 +710,26 @@ class Server:
             logs.set_level(value)
         log.info("setting_changed", name=name, value=value)
 
+    def reload(self, read: Callable[[], config.Settings] | None) -> None:
+        """SIGHUP: takes over what may be changed while running, and names what needs a restart."""
+        if read is None:
+            return
+        try:
+            settings = read()
+        except config.ConfigError as error:
+            log.error("reload_failed", reason=str(error))
+            return
+        changed = [
+            name
+            for name in type(settings).__struct_fields__
+            if getattr(settings, name) != getattr(self.settings, name)
+        ]
+        taken = {name: getattr(settings, name) for name in changed if name in CHANGEABLE}
+        self.settings = msgspec.structs.replace(self.settings, **taken)
+        if "log_level" in taken:
+            logs.set_level(settings.log_level)
+        log.info("reloaded", changed=taken, needs_restart=[name for name in changed if name not in taken])
+
     def audit(self, connection: Connection, number: int, hosted: HostedPool, now: float) -> None:
         """Has a forked copy of this process recount a pool as it is at this moment, while we go on serving.
 
@@ -765,8 +807,11 @@ class _View:
 # -- the process ------------------------------------------------------------------------------------------------------
 
 
-def serve(settings: config.Settings) -> int:
-    """Runs the daemon until it is told to end; returns the process's exit code."""
+def serve(settings: config.Settings, reload: Callable[[], config.Settings] | None = None) -> int:
+    """Runs the daemon until it is told to end; returns the process's exit code.
+
+    `reload` reads the settings anew, for SIGHUP.
+    """
     try:
         endpoint = Endpoint(Path(settings.socket))
     except EndpointError as error:
@@ -780,17 +825,23 @@ def serve(settings: config.Settings) -> int:
             log.error("cannot_start", reason=str(error))
             return 2
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, pools, endpoint))
+            return runner.run(_serve(settings, pools, endpoint, reload))
     finally:
         endpoint.close()
 
 
-async def _serve(settings: config.Settings, pools: list[HostedPool], endpoint: Endpoint) -> int:
+async def _serve(
+    settings: config.Settings,
+    pools: list[HostedPool],
+    endpoint: Endpoint,
+    reload: Callable[[], config.Settings] | None,
+) -> int:
     loop = asyncio.get_running_loop()
     server = Server(settings, pools, loop)
     loop.set_exception_handler(server.failed)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain, settings.drain_seconds, signal.Signals(number).name)
+    loop.add_signal_handler(signal.SIGHUP, server.reload, reload)
     try:
         try:
             server.listen(endpoint)

@@ -63,6 +63,9 @@ class Driver:
             reclaim_patience=rng.choice((0.0, 0.02)),
             peel_max=rng.choice((2, 64)),
             append=rng.choice(("chain", "peel")),
+            # Off the generator's path: who adds a draw has other histories.
+            ahead=not seed % 3,
+            headroom=0.003 if seed % 3 else 0.2,
         )
         schedule = Schedule(
             latency_max=rng.choice((0.0, 0.1, 1.0)),
@@ -306,6 +309,8 @@ class Driver:
 
     def poll(self) -> object:
         self.world.poll()
+        if self.config.ahead:
+            self.world.pool.replenish(self.world.now, 1 + self.steps % 3)
         return False
 
     def evict(self) -> object:
