@@ -52,7 +52,6 @@ LIFE_S: Final = (1.0, 12.0)
 WARM_SHARE: Final = 0.2
 """Of the whole time, and at most WARM_S: the pool fills, free lists and caches of the interpreter reach their size."""
 WARM_S: Final = 300.0
-MARGIN: Final = 1.03
 MARGIN_MIB: Final = 2.0
 """Medians of a quarter differ by that much with what happens to be cached."""
 PAUSES: Final = 24
@@ -451,9 +450,10 @@ def soak(
         if daemon.process.returncode:
             faults.append(f"the daemon's exit code is {daemon.process.returncode}: {daemon.words()}")
     about.wall_s = round(time.monotonic() - began, 1)
-    document = Document(
-        meta=about, results=_results(samples, quiet, warm, crowd, len(audited.faults), len(held), done)
+    rows = judge(
+        samples, quiet, warm, crowd.born, crowd.killed, crowd.wrong, len(audited.faults), len(held), done
     )
+    document = Document(meta=about, results=rows)
     for fault in faults:
         say(fault)
     if faults and not document.missed:
@@ -480,15 +480,18 @@ def _done(pool: dict[str, Any]) -> str:
     )
 
 
-def _results(
+def judge(
     samples: Sequence[Sample],
     quiet: Sequence[Sample],
     warm: float,
-    crowd: Crowd,
+    born: int,
+    killed: int,
+    wrong: Sequence[str],
     faults: int,
     held: int,
     done: str,
 ) -> list[Result]:
+    """The rows: `samples` all along, `quiet` without clients, both from `warm` seconds on."""
     steady = [each for each in samples if each.at_s >= warm] or list(samples)
     still = [each for each in quiet if each.at_s >= warm] or list(quiet) or list(samples)
     first, last = growth([each.private_mib for each in steady])
@@ -496,7 +499,6 @@ def _results(
     # Less than MARGIN_MIB is nothing, however small the daemon.
     ratio = 1.0 if last - first <= MARGIN_MIB else last / first
     note = f"{len(steady)} samples after {warm:.0f} s, first quarter {first:.1f} MiB, last {last:.1f} MiB"
-    clients = f"{crowd.born} clients, {crowd.killed} killed{done}"
     rows = (
         ("memory_growth", ratio, note),
         (
@@ -504,9 +506,9 @@ def _results(
             after - before,
             f"{len(still)} moments without clients, {before:g} to {after:g}",
         ),
-        ("audit_faults", float(faults), clients),
+        ("audit_faults", float(faults), f"{born} clients, {killed} killed{done}"),
         ("left_over", float(held), ""),
-        ("wrong_clients", float(len(crowd.wrong)), "; ".join(crowd.wrong[:3])),
+        ("wrong_clients", float(len(wrong)), "; ".join(wrong[:3])),
     )
     return [result(name, value, note=note, suite="soak") for name, value, note in rows]
 
