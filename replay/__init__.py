@@ -5,12 +5,12 @@ The face of this room: `load` a trace (`find` resolves names of bundled ones), d
 """
 
 from kvslot.replay.cases import Case, run_cases
+from kvslot.replay.clairvoyant import Nodes
 from kvslot.replay.engine import (
     Outcome,
     PolicyFault,
     ReplayConfig,
     max_concurrent_sessions,
-    optimum,
     peak_live_tokens,
     replay,
 )
@@ -21,6 +21,7 @@ __all__ = [
     "PHASES",
     "Case",
     "Expander",
+    "Nodes",
     "Outcome",
     "PolicyFault",
     "Quantiles",
@@ -35,7 +36,6 @@ __all__ = [
     "find",
     "load",
     "max_concurrent_sessions",
-    "optimum",
     "peak_live_tokens",
     "replay",
     "run_cases",

@@ -1,8 +1,7 @@
 """A list of runs, carried out one after the other into one `ReplayResult`.
 
-What several runs need is made once: a trace's token ids are cached while runs of that trace follow each other, the
-offline optimum is found once per trace and pool, and a policy whose figures do not depend on the block size runs once
-for all of them.
+What several runs need is made once: a trace's token ids and the nodes of its tree are cached while runs of that trace
+follow each other, and a policy whose figures do not depend on the block size runs once for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvslot.replay.engine import ReplayConfig, max_concurrent_sessions, optimum, replay
+from kvslot.replay.clairvoyant import Nodes
+from kvslot.replay.engine import ReplayConfig, max_concurrent_sessions, replay
 from kvslot.replay.metrics import ReplayResult, Row, Run, TraceMeta, meta
 from kvslot.replay.traces import Expander, Trace
 
@@ -64,7 +64,7 @@ def run_cases(
     whole = sum(weights) or 1
     expander: Expander | None = None
     expanded: Trace | None = None
-    hits: dict[bytes, dict[int, int]] = {}
+    nodes: dict[bool, Nodes] = {}
     done_before: dict[bytes, tuple[Run, list[Row]]] = {}
     done = 0
     for (trace, config), weight in zip(cases, weights, strict=True):
@@ -80,17 +80,13 @@ def run_cases(
         tell(0.0)
         if trace is not expanded:
             expander, expanded = Expander(trace), trace
-            hits.clear()
+            nodes.clear()
             done_before.clear()
             gc.collect()
         assert expander is not None
-        bound: dict[int, int] | None = None
-        if with_optimum:
-            key = _same(
-                config, policy="", block_size=1, sharing="shared", engines=1, routing="sticky", eviction=""
-            )
-            found = hits.get(key)
-            bound = hits[key] = optimum(trace, config) if found is None else found
+        rounds = config.hours is not None
+        if with_optimum and rounds not in nodes:
+            nodes[rounds] = Nodes(trace, rounds=rounds)
         key = _same(config, block_size=1) if config.policy in WITHOUT_BLOCKS else b""
         index = len(result.runs)
         if key and key in done_before:
@@ -98,7 +94,14 @@ def run_cases(
             run = msgspec.structs.replace(run, block_size=config.block_size)
             rows = [msgspec.structs.replace(row, block_size=config.block_size, run=index) for row in rows]
         else:
-            outcome = replay(trace, config, expander=expander, index=index, hits_optimum=bound, progress=tell)
+            outcome = replay(
+                trace,
+                config,
+                expander=expander,
+                index=index,
+                nodes=nodes[rounds] if with_optimum else None,
+                progress=tell,
+            )
             run, rows = outcome.run, outcome.rows
             if with_max_live:
                 most = max_concurrent_sessions(trace, config, limit=max_live_limit, expander=expander)

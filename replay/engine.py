@@ -42,7 +42,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Final, Literal, NamedTuple
@@ -51,10 +51,10 @@ import msgspec
 
 from kvslot.replay import policies as registry
 from kvslot.replay.bounds import Written, Yardstick
-from kvslot.replay.clairvoyant import Clairvoyant
+from kvslot.replay.clairvoyant import Nodes, optimum
 from kvslot.replay.metrics import Row, Run
 from kvslot.replay.policies._base import Admitted, Gauges, Policy, PolicyConfig, Refused
-from kvslot.replay.recorder import Recorder, add_counters, add_gauges, room, rows, series
+from kvslot.replay.recorder import Event, Recorder, Schedule, add_counters, add_gauges, room, rows, series
 from kvslot.replay.traces import Expander, Trace
 
 Routing = Literal["sticky", "random"]
@@ -487,6 +487,7 @@ class Engine:
             return
         pool.queue.popleft()
         self._check_admitted(pool, job, answer)
+        self._note(Event.ADMITTED, job)
         job.running = True
         job.base = None
         job.fresh = job.prompt - answer.hit
@@ -513,6 +514,10 @@ class Engine:
                 recorder.picture(now, b"".join(each.policy.blocks() for each in self.pools))
         job.length, job.capacity, job.ask_at = job.prompt, answer.capacity, answer.ask_at
         self._at(now + (job.prompt - answer.hit) * self.config.prefill_us * 1e-6, PREFILLED, job)
+
+    def _note(self, event: Event, job: Job) -> None:
+        if self.recorder.schedule is not None:
+            self.recorder.schedule.note(event, job.number, job.length)
 
     def _check_admitted(self, pool: Lane, job: Job, answer: Admitted) -> None:
         if not 0 <= answer.hit < job.prompt:
@@ -556,8 +561,7 @@ class Engine:
 
     def _distinct_live(self, now: float) -> int:
         """Distinct tokens of running requests: prompts in whole, outputs as far as they have come."""
-        keep, owner = self.trace.keep, self.trace.owner
-        reach: dict[tuple[int, int], int] = {}
+        ends: list[tuple[int, int, int]] = []
         for job in self.jobs.values():
             if not job.running:
                 continue
@@ -567,14 +571,8 @@ class Engine:
                     int((now - job.base) / (self.config.decode_ms * 1e-3)) if self.config.decode_ms else 0
                 )
                 end = min(job.total, job.prompt + written)
-            j = job.request
-            while j >= 0:
-                if end > keep[j]:
-                    part = (job.round, j)
-                    reach[part] = max(reach.get(part, 0), end)
-                    end = keep[j]
-                j = owner[j]
-        return sum(end - keep[j] for (_, j), end in reach.items())
+            ends.append((job.round, job.request, end))
+        return distinct(self.trace, ends)
 
     def _drop(self, pool: Lane, now: float) -> None:
         """The head of the line leaves without having run."""
@@ -590,6 +588,7 @@ class Engine:
         job.cpu_ns += clock() - began
         job.pool.prefilling -= job.fresh
         job.fresh = 0
+        self._note(Event.PREFILLED, job)
         self.written.write(job.request, job.prompt, job.round)
         if job.pool.awaiting:
             job.pool.blocked = job.pool.awaiting = False
@@ -606,6 +605,7 @@ class Engine:
 
     def _ask(self, job: Job, now: float) -> None:
         job.length = job.ask_at
+        self._note(Event.DECODED, job)
         pool, policy = job.pool, job.pool.policy
         clock = time.perf_counter_ns
         began = clock()
@@ -650,6 +650,7 @@ class Engine:
         """Take a running job off the pool."""
         began = time.perf_counter_ns()
         job.pool.policy.abort(job.number, now)
+        self._note(Event.STOPPED, job)
         job.grow_ns += time.perf_counter_ns() - began
         job.pool.prefilling -= job.fresh
         job.fresh = 0
@@ -667,6 +668,7 @@ class Engine:
         began = clock()
         pool.policy.finish(job.number, output, now)
         job.cpu_ns += clock() - began
+        self._note(Event.FINISHED, job)
         self.written.write(job.request, job.total, job.round)
         pool.running -= 1
         self.running -= 1
@@ -679,6 +681,20 @@ class Engine:
         self.finished += 1
         if self.finished % COLLECT_EVERY == 0:
             gc.collect()
+
+
+def distinct(trace: Trace, ends: Iterable[tuple[int, int, int]]) -> int:
+    """Distinct tokens in the first `end` of each of these sequences, given as (round, request, end)."""
+    keep, owner = trace.keep, trace.owner
+    reach: dict[tuple[int, int], int] = {}
+    for round_, j, end in ends:
+        while j >= 0:
+            if end > keep[j]:
+                part = (round_, j)
+                reach[part] = max(reach.get(part, 0), end)
+                end = keep[j]
+            j = owner[j]
+    return sum(end - keep[j] for (_, j), end in reach.items())
 
 
 def mean_request_s(trace: Trace, config: ReplayConfig) -> float:
@@ -715,13 +731,13 @@ def replay(
     *,
     expander: Expander | None = None,
     index: int = 0,
-    hits_optimum: Mapping[int, int] | None = None,
+    nodes: Nodes | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Run a trace through a policy.
 
     `expander` may be shared between runs of the same trace (it caches); `index` is the run's number in the result;
-    `hits_optimum` is what `optimum()` gave for these settings.
+    with `nodes` of the trace (its rounds told apart if `hours` are asked for) the run's offline optimum is found, too.
     Raises ValueError for settings that do not fit, PolicyFault where a policy breaks its contract."""
     count = config.engines if config.sharing == "partitioned" else 1
     share = config.pool_tokens // count
@@ -743,6 +759,7 @@ def replay(
     began = time.perf_counter()
     with quiet_collector():
         engine = Engine(trace, config, instances, expander or Expander(trace), progress)
+        engine.recorder.schedule = None if nodes is None else Schedule()
         recorder = engine.run()
     run = Run(
         trace=trace.name,
@@ -759,20 +776,11 @@ def replay(
         series=series(recorder),
         pictures=recorder.pictures,
     )
-    return Outcome(run, rows(recorder, run, index, hits_optimum=hits_optimum), recorder)
-
-
-def optimum(trace: Trace, config: ReplayConfig, progress: Progress | None = None) -> dict[int, int]:
-    """Hit tokens by request number under the offline optimum (`clairvoyant.py`), in one pool of `pool_tokens`.
-
-    It depends on trace, pool, `live`, times and seed, not on policy, block size or sharing: one serves all columns."""
-    policy = Clairvoyant(
-        trace, config.pool_tokens, watermark=config.watermark, rounds=config.hours is not None
-    )
-    alone = msgspec.structs.replace(config, engines=1, sharing="shared")
-    with quiet_collector():
-        recorder = Engine(trace, alone, [policy], None, progress).run()
-    return dict(zip(recorder.number, recorder.hit, strict=True))
+    best: dict[int, int] | None = None
+    if nodes is not None and recorder.schedule is not None:
+        with quiet_collector():
+            best = optimum(nodes, recorder.schedule, config.pool_tokens)
+    return Outcome(run, rows(recorder, run, index, hits_optimum=best), recorder)
 
 
 def peak_live_tokens(trace: Trace, config: ReplayConfig) -> int:

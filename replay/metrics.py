@@ -31,6 +31,7 @@ import platform
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -130,6 +131,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     moved_tokens: int
     evicted_tokens: int
     duplicate_tokens: Spread
+    via: str = "inproc"
+    """How the policy was reached: in this process, or "socket": by real client processes of a daemon."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -170,6 +173,53 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """One byte a block, or a bucket of blocks: 0..255 the share of its slots that hold tokens."""
 
 
+class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one client process of a replay via a socket did."""
+
+    client: int
+    pid: int
+    killed: bool = False
+    """It was killed on purpose: nothing else is known of it."""
+    requests: int = 0
+    """First admitted by this client."""
+    finished: int = 0
+    round_trips: int = 0
+    """Calls that waited for the daemon's reply."""
+    waits: int = 0
+    """Of those: for room to append, since no refill had come in time."""
+    frames_sent: int = 0
+    frames_received: int = 0
+    refills: int = 0
+    """Runs asked for ahead of need."""
+    refused: int = 0
+    """Of those: answered LATER or NEVER."""
+    steps: int = 0
+    appended_tokens: int = 0
+    painted_tokens: int = 0
+    """Written through the mapping, in all planes."""
+    verified_tokens: int = 0
+    """Read back through the mapping and found right, in all planes."""
+    allocate_us: Quantiles = Quantiles(0.0, 0.0, 0.0)
+    """Round trip of Allocate on the real clock."""
+
+
+class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run via a socket went."""
+
+    trace: str
+    block_size: int
+    pool_tokens: int
+    window_s: float
+    """Simulated seconds that one process could be ahead of another."""
+    clients: list[ClientReport]
+    painted_tokens: int
+    verified_tokens: int
+    audit_ms: float
+    """The audit at the end found nothing, in this time."""
+    daemon: list[dict[str, Any]]
+    """By verb: how many, how many refused, and the sampled latencies in the daemon (us)."""
+
+
 class Run(msgspec.Struct, kw_only=True):
     """What belongs to a run as a whole."""
 
@@ -186,6 +236,8 @@ class Run(msgspec.Struct, kw_only=True):
     wall_s: float
     series: Series
     pictures: list[Picture]
+    via: str = "inproc"
+    processes: ProcessReport | None = None
 
 
 class TraceMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +272,10 @@ class Meta(msgspec.Struct, kw_only=True):
     traces: list[TraceMeta]
     phases: dict[str, str]
     settings: dict[str, float | int | str | bool | None]
+    via: str = "inproc"
+    """"socket" where the slotted runs were done by real client processes of a daemon."""
+    processes: list[ProcessReport] = []
+    """One for each run via a socket."""
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):

@@ -7,7 +7,8 @@ reading of the gauges goes into a bucket.  Memory: some 100 bytes a request, and
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -196,6 +197,36 @@ def _halve(bucket: Bucket) -> None:
         pair[0] /= 2
 
 
+class Event(IntEnum):
+    """What a schedule tells of a request."""
+
+    ADMITTED = 0
+    PREFILLED = 1
+    DECODED = 2
+    """It has come to a length, and its tokens are in the pool."""
+    FINISHED = 3
+    STOPPED = 4
+
+
+class Schedule:
+    """Who ran when, in order: 16 bytes an event."""
+
+    def __init__(self) -> None:
+        self._notes = array("q")
+
+    def note(self, event: Event, number: int, length: int = 0) -> None:
+        """`length` in tokens, for DECODED."""
+        self._notes.append(number << 3 | event)
+        self._notes.append(length)
+
+    def events(self) -> Iterator[tuple[int, int, int]]:
+        """(event, request number, length), in the order in which it happened."""
+        notes = self._notes
+        for at in range(0, len(notes), 2):
+            what = notes[at]
+            yield what & 7, what >> 3, notes[at + 1]
+
+
 class Recorder:
     """The notes of one run."""
 
@@ -231,6 +262,8 @@ class Recorder:
         self.held_at_first_refusal: int | None = None
         self.end = 0.0
         self.pictures: list[Picture] = []
+        self.schedule: Schedule | None = None
+        """Kept where the offline optimum is asked for."""
         self._prompt_tokens = 0
         self._hit_tokens = 0
 
@@ -385,6 +418,7 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
                 moved_tokens=delta.moved_tokens,
                 evicted_tokens=delta.evicted_tokens,
                 duplicate_tokens=_spread([bucket.duplicates for bucket in buckets], buckets, 1.0),
+                via=run.via,
             )
         )
     return made

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvslot.replay import (
+    Nodes,
     Outcome,
     PolicyFault,
     ReplayConfig,
@@ -15,7 +16,6 @@ from kvslot.replay import (
     find,
     load,
     max_concurrent_sessions,
-    optimum,
     peak_live_tokens,
     policies,
     replay,
@@ -432,8 +432,8 @@ def test_the_optimum_is_found_where_lru_fails(tmp_path: Path) -> None:
     ]
     made = trace(tmp_path / "loop.kvs.gz", lines)
     config = tiny(policy="token", block_size=1, pool_tokens=450, live=1)
-    best = optimum(made, config)
-    outcome = replay(made, config, hits_optimum=best)
+    outcome = replay(made, config, nodes=Nodes(made))
     assert outcome.rows[0].hit_tokens == 0
-    assert sum(best.values()) >= 0.7 * 45 * 100
-    assert outcome.rows[0].hit_tokens_pct_optimum == pytest.approx(100 * sum(best.values()) / (50 * 101))
+    best = outcome.rows[0].hit_tokens_pct_optimum
+    assert best is not None
+    assert best >= 100 * 0.7 * 45 * 100 / (50 * 101)
