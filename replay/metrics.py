@@ -101,8 +101,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens_pct_ideal: float
     """What a cache that never evicts would have found."""
     hit_tokens_pct_optimum: float | None
-    """What an eviction that has read the rest of the trace finds in one pool of this size; None: not computed.
-    See `kvslot.replay.clairvoyant`."""
+    """What the best eviction would have found, in one pool of this size, given the run's admissions; None: not
+    computed.  In phase `all` it is a bound; in others its part of that.  See `kvslot.replay.clairvoyant`."""
     lost_hit_tokens: int
     evicted_hit_tokens: int
     usable_pct: float | None

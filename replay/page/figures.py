@@ -120,8 +120,10 @@ SECTIONS: Final[tuple[tuple[str, tuple[Figure, ...]], ...]] = (
                 "hit_tokens_pct_optimum",
                 "… if eviction knew the future",
                 "%",
-                "What an eviction that has read the rest of the trace finds in one pool of this size: a bound for "
-                "every policy, computed offline.",
+                "What the best eviction, one that knows all that is to come, would have found in a pool of this size "
+                "with the very admissions of this run: a bound, computed offline. It is for the whole run; a phase "
+                "shows its part of it, which the policy may exceed there. Runs admit in different orders: each has "
+                "its own.",
                 lambda r: Cell(pct(r.hit_tokens_pct_optimum)),
                 optional=True,
             ),

@@ -7,7 +7,7 @@ was found and judge nothing.  Half a percentage point, or a tenth of what was me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Literal, NamedTuple
 
 from kvslot.replay.metrics import Row
@@ -179,14 +179,19 @@ def _larger_blocks(rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | 
         return None
     small, large = next(iter(ends.values()))
     lost = {policy: a.hit_tokens_pct - b.hit_tokens_pct for policy, (a, b) in ends.items()}
-    if all(abs(points) < POINTS_NOTHING for points in lost.values()):
-        cost = "*cost no hits*"
+    fewer = [f"{policy} {pct(points)} points" for policy, points in lost.items() if points >= POINTS_NOTHING]
+    more = [
+        f"{policy} finds {pct(-points)} points more"
+        for policy, points in lost.items()
+        if points <= -POINTS_NOTHING
+    ]
+    same = [policy for policy, points in lost.items() if abs(points) < POINTS_NOTHING]
+    if fewer:
+        cost = f"*cost hits*: {_and(fewer)}"
+        cost += f"; {_and(same)} none" if same else ""
     else:
-        words = [
-            f"{policy} {'none' if abs(points) < POINTS_NOTHING else f'{pct(points)} points'}"
-            for policy, points in lost.items()
-        ]
-        cost = f"*cost hits*: {_and(words)}"
+        cost = "*cost no hits*"
+    cost += f"; {_and(more)}" if more else ""
     pieces = [
         f"{policy} {pct(a.extents_per_1k_tokens)} → {pct(b.extents_per_1k_tokens)}"
         for policy, (a, b) in ends.items()
@@ -205,7 +210,9 @@ def _pools(columns: Columns, at: dict[int, int]) -> Finding | None:
     if not both or both[0][0].engines < 2:
         return None
     one, each = both[0]
-    verdict = _judge([one.hit_tokens_pct - each.hit_tokens_pct], POINTS_NOTHING)
+    pairs = _matched(columns[one.policy, "shared"], columns[one.policy, "partitioned"])
+    gains = [a.hit_tokens_pct - b.hit_tokens_pct for a, b in pairs]
+    verdict = _judge(gains, POINTS_NOTHING)
     told = _and(
         [f"{a.policy} {pct(a.hit_tokens_pct)} and {pct(b.hit_tokens_pct)} %" for a, b in both[1:]] or [""]
     )
@@ -213,7 +220,11 @@ def _pools(columns: Columns, at: dict[int, int]) -> Finding | None:
     if verdict == "nothing":
         text = f"*One pool for {one.engines} engines finds nothing more*:"
     else:
-        text = f"*One pool for {one.engines} engines finds {'more' if verdict == 'gain' else 'LESS'}*:"
+        word = {"gain": "more", "price": "LESS"}.get(verdict, "more at some block sizes and LESS at others")
+        text = f"*One pool for {one.engines} engines finds {word}*:"
+    if len(pairs) > 1:
+        text += f" {_listed([a for a, _ in pairs], lambda row: row.hit_tokens_pct)}; a pool each"
+        text += f" {_listed([b for _, b in pairs], lambda row: row.hit_tokens_pct)}. In blocks of {one.block_size:,}:"
     text += (
         f" {pct(one.hit_tokens_pct)} % of the prompt tokens under {one.policy}, a pool each "
         f"{pct(each.hit_tokens_pct)} %{others}."
@@ -226,76 +237,136 @@ def _pools(columns: Columns, at: dict[int, int]) -> Finding | None:
 
 
 def _refusals(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
-    size = ours[0].block_size
-    here = {policy: row for policy, each in rows.items() for row in each if row.block_size == size}
-    others = {name: row for name, row in here.items() if name != OURS and name not in NEVER_BEST}
-    if not others:
+    """Who made requests wait, at every block size."""
+    if len(rows) < 2:
         return None
-    mine = here[OURS]
-    if not mine.refusals and not any(row.refusals for row in others.values()):
-        return Finding("nothing", "*No request had to wait*: the pool was never short.", at[size])
-    gains = [float(row.refusals - mine.refusals) for row in others.values()]
-    slack = max(1.0, MEASURED_NOTHING * mine.refusals)
-    verdict: Verdict = "gain" if min(gains) >= slack else "price" if max(gains) <= -slack else "fact"
-    if all(abs(gain) < slack for gain in gains):
-        verdict = "nothing"
-    told = _and([f"{count(row.refusals)} under {name}" for name, row in others.items()])
-    text = f"In blocks of {size:,}, *{count(mine.refusals)} requests had to wait* under slotted, {told}."
-    false = [f"{count(row.pseudo_oom)} of {name}'s" for name, row in here.items() if row.pseudo_oom]
-    if len(false) > 1 or (false and not mine.pseudo_oom):
-        text += f" Refused although there was room: {_and(false)}."
-    elif false:
-        text += f" Refused although there was room: {false[0]} alone."
-    else:
-        text += " None of them although there was room."
-    return Finding(verdict, text, at[size])
+    sizes = [row.block_size for row in ours]
+    here: dict[int, dict[str, Row]] = {
+        size: {name: row for name, each in rows.items() for row in each if row.block_size == size}
+        for size in sizes
+    }
+    apart = {size: _policies(found, NEVER_BEST) for size, found in here.items()}
+    short = [size for size, found in apart.items() if any(row.refusals for row in found.values())]
+    fixed = [row for found in here.values() for name, row in found.items() if name in NEVER_BEST]
+    if not short:
+        if not any(row.refusals for row in fixed):
+            return Finding("nothing", "*No request had to wait*: the pool was never short.", at[sizes[0]])
+        row = max(fixed, key=lambda row: row.refusals_per_hour)
+        return Finding(
+            "fact", f"*Requests had to wait under {row.policy} alone*: {_an_hour(row)}.", at[row.block_size]
+        )
+    gains: list[float] = []
+    slack = 1.0
+    for size in short:
+        mine = apart[size][OURS]
+        slack = max(slack, MEASURED_NOTHING * mine.refusals)
+        gains += [float(row.refusals - mine.refusals) for name, row in apart[size].items() if name != OURS]
+    worst = max(short, key=lambda size: max(row.refusals_per_hour for row in apart[size].values()))
+    verdict: Verdict = "fact"
+    if not gains or all(abs(gain) < slack for gain in gains):
+        verdict = "nothing" if gains else "fact"
+    elif min(gains) > -slack:
+        verdict = "gain"
+    elif max(gains) < slack:
+        verdict = "price"
+    named = short if len(short) <= SIZES_TOLD else [*short[: SIZES_TOLD - 1], short[-1]]
+    parts: list[str] = []
+    for size in named:
+        found = sorted(apart[size].values(), key=lambda row: -row.refusals_per_hour)
+        first, rest = found[0], found[1:]
+        words = [f"{first.policy} refuses {_an_hour(first)}"]
+        words += [f"{row.policy} {_an_hour(row).removesuffix(' an hour')}" for row in rest]
+        parts.append(f"at {size:,} {', '.join(words)}")
+    text = f"*Requests had to wait*: {'; '.join(parts)}."
+    if len(short) > len(named):
+        text += f" Requests waited at {len(short) - len(named)} more block sizes."
+    calm = [size for size in sizes if size not in short]
+    text += f" None had to at {_and(calm)}." if calm else ""
+    if any(row.refusals for row in fixed):
+        row = max(fixed, key=lambda row: row.refusals_per_hour)
+        text += f" {row.policy.capitalize()} refuses {_an_hour(row)}."
+    false: dict[str, int] = {}
+    for judged in here.values():
+        for name, row in judged.items():
+            # What knows no blocks stands at every size with the same figures.
+            before = 0 if name in (*NEVER_BEST, "token") else false.get(name, 0)
+            false[name] = before + row.pseudo_oom
+    wrong = [f"{count(most)} of {name}'s" for name, most in false.items() if most]
+    text += f" Refused although there was room: {_and(wrong)}." if wrong else " None although there was room."
+    return Finding(verdict, text, at[worst])
+
+
+def _policies(found: dict[str, Row], without: Collection[str]) -> dict[str, Row]:
+    return {name: row for name, row in found.items() if name not in without}
+
+
+def _an_hour(row: Row) -> str:
+    """Refusals: "none", or "14,302 an hour"."""
+    if not row.refusals:
+        return "none"
+    rate = row.refusals_per_hour
+    return (
+        f"{rate:,.0f} an hour"
+        if rate >= 10
+        else f"{rate:,.1f} an hour"
+        if rate >= 0.1
+        else "under 0.1 an hour"
+    )
 
 
 def _evicted(ours: Sequence[Row], at: dict[int, int]) -> Finding | None:
-    row = ours[0]
-    lost = 100 * row.evicted_hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+    def lost(row: Row) -> float:
+        return 100 * row.evicted_hit_tokens / row.prompt_tokens if row.prompt_tokens else 0.0
+
+    row = max(ours, key=lost)
+    where = f" in blocks of {row.block_size:,}" if len(ours) > 1 else ""
     bound = row.hit_tokens_pct_optimum
-    if lost < POINTS_NOTHING:
+    if lost(row) < POINTS_NOTHING:
         return Finding(
             "fact",
-            f"The pool is large enough: eviction costs slotted {pct(lost)} % of the prompt tokens.",
+            f"The pool is large enough: eviction costs slotted {pct(lost(row))} % of the prompt tokens"
+            f"{' at most' if len(ours) > 1 else ''}.",
             at[row.block_size],
         )
-    text = f"Eviction ({row.eviction}) loses *{pct(lost)} %* of the prompt tokens under slotted"
+    text = f"Eviction ({row.eviction}) loses *{pct(lost(row))} %* of the prompt tokens under slotted{where}"
     if bound is None:
         return Finding("fact", f"{text}.", at[row.block_size])
     text += f": {pct(row.hit_tokens_pct)} % are found. An eviction that knew the future"
     if bound - row.hit_tokens_pct < POINTS_NOTHING:
-        text += f" is worth nothing here: the offline estimate is {pct(bound)} %."
+        text += f" is worth nothing here: it would find {pct(bound)} %."
     else:
-        text += f" would find {pct(bound)} % in the same pool."
+        text += f" would find {pct(bound)} % with the same pool and admissions."
     return Finding("fact", text, at[row.block_size])
 
 
 def _cpu(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:
-    size = ours[0].block_size
-    mine = ours[0].cpu_us_per_request
-    others = {
-        policy: row.cpu_us_per_request
-        for policy, each in rows.items()
-        for row in each
-        if row.block_size == size
-        and policy != OURS
-        and policy not in NEVER_BEST
-        and row.cpu_us_per_request > 0
-    }
-    if not others or mine <= 0:
+    """Against the cheapest policy that shares, at the block size where that comes out worst."""
+    cases: list[tuple[float, Row, Row]] = []
+    for mine in ours:
+        others = [
+            row
+            for name, each in rows.items()
+            if name != OURS and name not in NEVER_BEST
+            for row in each
+            if row.block_size == mine.block_size and row.cpu_us_per_request > 0
+        ]
+        if others and mine.cpu_us_per_request > 0:
+            other = min(others, key=lambda row: row.cpu_us_per_request)
+            cases.append((mine.cpu_us_per_request / other.cpu_us_per_request, mine, other))
+    if not cases:
         return None
-    name = min(others, key=lambda policy: others[policy])
-    ratio = mine / others[name]
-    verdict = _judge([1 - ratio], MEASURED_NOTHING)
-    words = "as much as" if verdict == "nothing" else f"{ratio:.2f} times"
-    return Finding(
-        verdict,
-        f"Bookkeeping takes slotted *{micro(mine)} µs* of CPU time a request in blocks of {size:,}, {words} {name}, "
-        f"the cheapest other policy that shares ({micro(others[name])} µs).",
-        at[size],
+    ratio, mine, other = max(cases, key=lambda case: case[0])
+    verdict = _judge([1 - each for each, _, _ in cases], MEASURED_NOTHING)
+    words = "as much as" if abs(1 - ratio) < MEASURED_NOTHING else f"{ratio:.2f} times"
+    text = (
+        f"Bookkeeping takes slotted *{micro(mine.cpu_us_per_request)} µs* of CPU time a request in blocks of "
+        f"{mine.block_size:,}, {words} {other.policy}, the cheapest other policy that shares "
+        f"({micro(other.cpu_us_per_request)} µs)."
     )
+    least = min(each for each, _, _ in cases)
+    if ratio - least >= MEASURED_NOTHING:
+        text += f" At other block sizes {least:.2f} times and more."
+    return Finding(verdict, text, at[mine.block_size])
 
 
 def _pieces(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int]) -> Finding | None:

@@ -385,10 +385,11 @@ def _fates(shown: Shown, rows: Sequence[Row]) -> Html:
         shares = (*known, max(0.0, 1 - sum(known)) if row.prompt_tokens else 0.0)
         parts = [(key, word, part) for (key, word), part in zip(FATES, shares, strict=True)]
         lines.append(_bar(shown, row, both, "fate", parts, f"{pct(row.hit_tokens_pct)} %"))
-    optimum = rows[0].hit_tokens_pct_optimum
+    told = next((row for row in rows if row.policy == "slotted"), rows[0])
+    optimum = told.hit_tokens_pct_optimum
     note = "Right: found in the cache."
     if optimum is not None:
-        note += f" An eviction that knew the future would find {pct(optimum)} %."
+        note += f" An eviction that knew the future would find {pct(optimum)} % under {told.policy}."
     return el(
         "section",
         el("h4", "Where the prompt tokens went"),

@@ -99,3 +99,74 @@ def test_every_finding_points_at_a_group() -> None:
     for made in (result(), result(policies=("slotted",)), result(policies=("token",), block_sizes=(1,))):
         groups = groups_of(made.rows)
         assert all(0 <= each.group < len(groups) for each in findings(groups))
+
+
+def sized(made: ReplayResult, changes: dict[tuple[str, int], dict[str, object]]) -> ReplayResult:
+    """The result with fields replaced by (policy, block size)."""
+    rows: list[Row] = [
+        msgspec.structs.replace(row, **changes.get((row.policy, row.block_size), {})) for row in made.rows
+    ]
+    return msgspec.structs.replace(made, rows=rows)
+
+
+CALM = {"refusals": 0, "refusals_per_hour": 0.0, "pseudo_oom": 0}
+
+
+def calm(sizes: tuple[int, ...] = (16, 2048)) -> ReplayResult:
+    made = result(block_sizes=sizes)
+    return msgspec.structs.replace(made, rows=[msgspec.structs.replace(row, **CALM) for row in made.rows])
+
+
+def waiting(made: ReplayResult) -> Finding:
+    [found] = [each for each in told(made) if "to wait" in each.text]
+    return found
+
+
+def test_refusals_are_judged_at_every_block_size() -> None:
+    """Short of room at the larger blocks only: that is told, and who refuses how many."""
+    assert "never short" in waiting(calm()).text
+    made = sized(
+        calm(),
+        {
+            ("paged", 2048): {"refusals": 900, "refusals_per_hour": 14302.0},
+            ("hashed", 2048): {"refusals": 40, "refusals_per_hour": 647.0},
+        },
+    )
+    found = waiting(made)
+    assert found.verdict == "gain"
+    assert "at 2,048 paged refuses 14,302 an hour, hashed 647, token none, slotted none" in found.text
+    assert "None had to at 16" in found.text
+    assert found.group == next(group.index for group in groups_of(made.rows) if group.block_size == 2048)
+
+
+def test_refusals_of_contiguous_are_told_too() -> None:
+    """Where contiguous alone makes requests wait, the pool was short for somebody."""
+    refusing = {"refusals": 700, "refusals_per_hour": 11595.0}
+    found = waiting(sized(calm(), {("contiguous", 16): refusing, ("contiguous", 2048): refusing}))
+    assert "contiguous alone" in found.text
+    assert "11,595 an hour" in found.text
+    assert found.verdict == "fact"
+
+
+def test_larger_blocks_that_find_more_are_no_negative_cost() -> None:
+    """A gain is told as a gain."""
+    made = sized(
+        calm(),
+        {("paged", 2048): {"hit_tokens_pct": 20.0}, ("slotted", 2048): {"hit_tokens_pct": 99.0}},
+    )
+    [text] = [each.text for each in told(made) if "instead of" in each.text]
+    assert "cost hits*: paged" in text
+    assert "slotted finds" in text
+    assert "points more" in text
+    assert "-" not in text.replace("\u2192", "")
+
+
+def test_cpu_time_and_eviction_are_told_at_the_worst_block_size() -> None:
+    """Neither looks at the smallest blocks alone."""
+    made = sized(
+        calm(),
+        {("slotted", 2048): {"cpu_us_per_request": 5000.0, "evicted_hit_tokens": 10**9}},
+    )
+    texts = [each.text for each in told(made)]
+    assert any("5,000 µs" in text and "blocks of 2,048" in text for text in texts)
+    assert any(text.startswith("Eviction") and "blocks of 2,048" in text for text in texts)
