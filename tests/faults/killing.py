@@ -159,7 +159,7 @@ class Witness:
         with child(_victim(self.daemon.socket, last, cut)) as victim:
             at, length = victim.heard()
             if name != "Hello":
-                # The frame's part may be on its way; whatever the daemon has seen of it, this is in its queue behind it.
+                # Whatever the daemon has seen of the frame's part, this is in its queue behind it.
                 asked = waiter.call(Allocate, waiter.namespace, 9, tokens(WANTED, 20_000))
             else:
                 asked = waiter.call(Ping)

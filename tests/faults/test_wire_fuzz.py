@@ -108,7 +108,7 @@ def test_S37_a_body_cut_short_at_every_byte(daemon: Running) -> None:
 
 
 def test_S37_a_stream_cut_at_every_byte(daemon: Running) -> None:
-    """The daemon waits for the rest, and forgets the half when the connection ends; byte by byte is as good as whole."""
+    """The daemon waits for the rest, and forgets the half with the connection; byte by byte is as good as whole."""
     whole = b"".join([encode(messages.Hello(1, 1, "cut", map=False)), encode(Ping(2))])
     for stop in range(len(whole)):
         with Wire(daemon.socket) as wire:
