@@ -37,6 +37,7 @@ from kvslot.benchmarks.rig import (
     COMMIT,
     FIRSTS,
     MANY_ALLOCATE,
+    MANY_COMMIT,
     MANY_FREE,
     PAUSE_S,
     SAMPLED,
@@ -257,41 +258,66 @@ def _race(bench: Bench, players: Sequence[Player]) -> Both:
 
 
 def measure_batch(bench: Bench) -> list[Result]:
-    """Frames of one and of sixteen operations, by turns."""
+    """Frames of one and of sixteen operations, by turns; and the same without Commit."""
     for index, peer in enumerate(bench.peers):
         play_once(peer, batch_cycle(peer.namespace, seed(index)))
     size = bench.size
-    single: list[Figures] = []
-    batched: list[Figures] = []
-    with (
-        Load(bench.tools, bench.daemon.socket, short_players(bench, CLIENTS), bench.folder) as one,
-        Load(
-            bench.tools, bench.daemon.socket, short_players(bench, CLIENTS, batched=True), bench.folder
-        ) as many,
-    ):
-        many.run(0.2)
+    many = (MANY_ALLOCATE, MANY_FREE)
+    found: dict[str, list[Figures]] = {
+        name: [] for name in ("single", "batched", "single plain", "batched plain")
+    }
+    with ExitStack() as stack:
+        loads = {
+            name: stack.enter_context(Load(bench.tools, bench.daemon.socket, players, bench.folder))
+            for name, players in (
+                ("single", short_players(bench, CLIENTS)),
+                ("batched", short_players(bench, CLIENTS, batched=True)),
+                ("single plain", plain(short_players(bench, CLIENTS))),
+                ("batched plain", plain(short_players(bench, CLIENTS, batched=True))),
+            )
+        }
+        loads["batched"].run(0.2)
         for index in range(size.rounds):
-            for turn in ("om", "mo")[index & 1]:
-                load, kinds, into = (
-                    (one, SAMPLED, single) if turn == "o" else (many, (MANY_ALLOCATE, MANY_FREE), batched)
-                )
-                before = bench.daemon.cpu_s()
+            for name, load in list(loads.items())[:: 1 if index & 1 else -1]:
                 with bench.realtime(bench.daemon.pid, load.pid):
-                    found = load.run(size.seconds)
-                into.append(figures(found, kinds, bench.daemon.cpu_s() - before))
-    ratios = [BATCH * b.rate / a.rate for a, b in zip(single, batched, strict=True)]
+                    before = bench.daemon.cpu_s()
+                    round_ = load.run(size.seconds)
+                kinds = many if name.startswith("batched") else SAMPLED
+                found[name].append(figures(round_, kinds, bench.daemon.cpu_s() - before))
+                time.sleep(PAUSE_S)
+    single, batched, plain_single, plain_batched = found.values()
+    pairs, plain_pairs = Both(batched, single), Both(plain_batched, plain_single)
     samples = sum(each.samples for each in batched)
+    without = "Allocate and Free alone, nothing published or evicted"
     return [
-        row("batch_speedup", statistics.median(ratios), samples, f"{min(ratios):.2f} to {max(ratios):.2f}"),
+        row("batch_speedup", BATCH * pairs.ratio("rate"), samples, pairs.spread("rate", BATCH)),
         row("batch_ops", BATCH * middle(batched, "rate"), samples),
         us("batch_us_p50", "a frame of 16: median", middle(batched, "p50"), samples),
         us("batch_us_p99", "a frame of 16: 99th percentile", middle(batched, "p99"), samples),
         us(
-            "batch_cpu_us",
-            "16 a frame: CPU time of kvslotd by operation",
-            middle(batched, "cpu_us") / BATCH,
-            samples,
+            "batch_cpu_us", "16 a frame: CPU time of kvslotd by operation",
+            middle(batched, "cpu_us") / BATCH, samples,
         ),
+        result(
+            "batch_plain_speedup", BATCH * plain_pairs.ratio("rate"), unit="x", ratio_to="single", suite="rpc",
+            what=f"16 operations a frame, {without}", note=plain_pairs.spread("rate", BATCH),
+        ),
+        result(
+            "batch_plain_ops", BATCH * middle(plain_batched, "rate"), unit="/s", suite="rpc",
+            what="the same, absolute",
+        ),
+        result(
+            "saturated_plain_ops", middle(plain_single, "rate"), unit="/s", suite="rpc",
+            what=f"one operation a frame, {without}",
+        ),
+    ]  # fmt: skip
+
+
+def plain(players: Sequence[Player]) -> list[Player]:
+    """The same clients without their Commits."""
+    return [
+        Player(setup, [each for each in cycle if each.kind not in (COMMIT, MANY_COMMIT)], rate)
+        for setup, cycle, rate in players
     ]
 
 
@@ -467,7 +493,9 @@ def measure_death(
             report(f"a tree of {nodes:,} nodes", 0.6 * start / size.death_paths)
         peers = open_peers(daemon)
         bench = Bench(tools, folder, daemon, peers, size, realtime)
-        with Load(tools, daemon.socket, plain_players(bench), folder) as load:
+        # They publish nothing, so that the tree stays as it is.
+        others = plain(short_players(bench, OTHERS, OPEN_RATE / CLIENTS))
+        with Load(tools, daemon.socket, others, folder) as load:
             load.run(0.2)
             for index in range(size.deaths):
                 report("deaths", 0.6 + 0.4 * index / size.deaths)
@@ -494,18 +522,6 @@ def measure_death(
            middle([each.during for each in deaths], "p99"), samples),
         us("death_before_us_p99", "... and before", middle([each.before for each in deaths], "p99"), samples),
     ]  # fmt: skip
-
-
-def plain_players(bench: Bench) -> list[Player]:
-    """Seven clients on a timetable that publish nothing, so that the tree stays as it is."""
-    return [
-        Player(
-            [hello(f"client {index}")],
-            [each for each in short_cycle(bench.peers[index].namespace, seed(index)) if each.kind != COMMIT],
-            OPEN_RATE / CLIENTS,
-        )
-        for index in range(OTHERS)
-    ]
 
 
 def _die(bench: Bench, load: Load, victims: int, depth: int) -> Death:
