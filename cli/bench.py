@@ -60,7 +60,7 @@ def add(subparsers: _common.Subparsers) -> None:
     core.set_defaults(handler=run)
     rpc = _suite(
         suites, "rpc", "the daemon behind its socket", RPC,
-        "one, open, saturated, batch, python, append, large, death",
+        "one, python, append, open, saturated, large, batch, death",
     )  # fmt: skip
     rpc.add_argument(
         "--no-fifo",
