@@ -47,6 +47,9 @@ class Endpoint:
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise EndpointError(f"cannot open the lock {lock}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(self._lock).st_mode):
+            self.close()
+            raise EndpointError(f"the lock {lock} is no plain file; it is left as it is: move it away")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -83,11 +83,13 @@ def running(
     pools: list[dict[str, Any]] | None = None,
     code: int | None = 0,
     env: dict[str, str] | None = None,
+    first: str = "",
     **settings: Any,
 ) -> Iterator[Running]:
     """A daemon with these settings over sensible small ones; stopped, and its exit code and log looked at, at the end.
 
-    `code`: the exit code it must end with, None for any.  Sockets lie in a folder with a short name.
+    `code`: the exit code it must end with, None for any.  `first`: what its interpreter does before it is a daemon.
+    Sockets lie in a folder with a short name.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvs"))
     try:
@@ -95,10 +97,12 @@ def running(
         file = folder / "kvslot.toml"
         settings = {"log_format": "json", "drain_seconds": 2.0, **settings}
         file.write_text(configuration(socket, pools if pools is not None else [{}], settings))
+        main = "from kvslot.daemon.main import main; raise SystemExit(main())"
+        program = ["-Ic", f"{first}\n{main}"] if first else ["-Im", "kvslot.daemon"]
         log = folder / "log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-Im", "kvslot.daemon", "--config", str(file)],
+                [sys.executable, *program, "--config", str(file)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(env or {})},

@@ -27,7 +27,11 @@ class Wire:
     def __init__(self, path: Path, *, timeout: float = 10.0) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(timeout)
-        self.sock.connect(str(path))
+        try:
+            self.sock.connect(str(path))
+        except OSError:
+            self.sock.close()
+            raise
         self.reader = Reader(1 << 28)
         self.bodies: list[bytes | memoryview] = []
         self.pushes: list[messages.Push] = []
