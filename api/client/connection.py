@@ -34,7 +34,9 @@ from kvslot.api.wire import (
     refusal,
 )
 
-RECEIVE: Final = 1 << 18  # bytes asked of one recv; a reply of ordinary size comes in one
+RECEIVE: Final = 1 << 16
+"""Bytes asked of one recv: a reply of ordinary size comes in one.  From 128 KiB on malloc maps fresh pages for each
+call, which costs seven times what the recv does."""
 DESCRIPTORS: Final = 8  # most that may come with one frame; the protocol names three
 PATH_BYTES: Final = 107  # of a Unix socket's path, set by the kernel's sockaddr_un
 

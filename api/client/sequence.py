@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvslot.api.client.table import Table, Tokens, token_bytes
+from kvslot.api.client.table import NEVER, QUEUED, SETTLED, Table, Tokens, token_bytes
 from kvslot.api.wire import BadRequest
 from kvslot.api.wire.messages import Commit, Committed, Free, Later, Trim, Trimmed
 
@@ -151,11 +151,16 @@ class Sequence(Table):
             self._client._catch_up()
 
     def _cross(self) -> int:
+        """The cursor has come to its stop: asks, waits or goes on as it must.  Returns the next slot."""
         if self._fault is not None:
             raise self._fault
-        if self._slot + self._base == self.capacity:
+        position = self._slot + self._base
+        if position == self.capacity:
             self._client._make_room(self, 1)
-        return self._advance()
-
-    def _ask(self) -> None:
-        self._client._session.ask(self)
+        if position >= self._mark:
+            self._mark = NEVER
+            if self._asked == SETTLED:
+                self._asked = QUEUED
+                self._client._session.refills.append(self)
+        self._seat(position)
+        return self._slot

@@ -8,8 +8,8 @@ asyncio one both stand on it.
 Refills.  A table whose run is half used asks for more (`ask`); the question leaves with the next frame, its answer is
 applied when it comes.  A LATER is asked again when its ticket is Ready or its time is over.  Questions that have time
 wait for each other: a step sends none of them on alone as long as each sequence has a quarter of a run left, and none
-has waited for more than an eighth of a run's steps.  So the answer is there a quarter of a run ahead of need, and a
-frame carries the questions of several steps.
+has waited for more than three sixteenths of a run's steps.  So the answer is there a quarter of a run ahead of need,
+and a frame carries the questions of several steps.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Session:
             return False
         self._held = held = self._held + 1
         quantum = self.quantum
-        if held >= quantum >> 3:
+        if held >= quantum * 3 >> 4:
             return True
         least = quantum >> 2
         return any(table.capacity - table._slot - table._base <= least for table in self.refills)
@@ -179,8 +179,13 @@ class Session:
                 table._asked = SENT
                 answer = table._answer
                 ticket = answer.ticket if type(answer) is Later else 0
-                items.append((Extend(1, table.id, table._finished(submitted, completed), 0, ticket), table))
-                self.refills_sent += 1
+                written = (
+                    table._slot + table._base
+                    if submitted == completed
+                    else table._finished(submitted, completed)
+                )
+                items.append((Extend(1, table.id, written, 0, ticket), table))
+            self.refills_sent += len(refills)
         frames: list[bytes] = []
         if not items:
             return frames

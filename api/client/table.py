@@ -284,25 +284,35 @@ class Table:
 
     def _grown(self, answer: Grown) -> None:
         """The daemon gave more room."""
-        before = self.capacity
+        before, capacity = self.capacity, answer.capacity
+        mine, given = self.extents, answer.extents
+        if answer.position == before and len(given) == 2 and mine and not answer.copies:
+            start, size = mine[-2:]
+            if start + size == given[0] and start <= self._slot and self._base + given[0] == before:
+                # What is nearly always so: the cursor stands in the last extent, and that one goes on.
+                if before + given[1] != capacity:
+                    raise PeerFault(f"sequence {self.id} grew by {given[1]} from {before} to {capacity}")
+                mine[-1] = size + given[1]
+                self.capacity = capacity
+                self._asked = SETTLED
+                self._answer = self._error = None
+                self._mark = mark = capacity - ((given[1] + 1) >> 1)
+                stop = mark - self._base
+                self._stop = stop if stop > self._slot else self._slot
+                return
         position = answer.position
         length = self._slot + self._base
-        mine, given = self.extents, answer.extents
-        if position != before:
-            if position > before:
-                raise PeerFault(f"sequence {self.id} grew from {position}, but ends at {before}")
-            self._cut(position)
-            self._add(given)
-        elif len(given) == 2 and mine and mine[-2] + mine[-1] == given[0]:
-            mine[-1] += given[1]  # what is nearly always so: the run goes on
-        else:
-            self._add(given)
-        self.capacity = capacity = answer.capacity
-        if answer.copies:
-            self._copies += answer.copies
+        if position > before:
+            raise PeerFault(f"sequence {self.id} grew from {position}, but ends at {before}")
+        if position + sum(given[1::2]) != capacity:
+            raise PeerFault(f"sequence {self.id} grew by {sum(given[1::2])} from {position} to {capacity}")
+        self._cut(position)
+        self._add(given)
+        self.capacity = capacity
+        self._copies += answer.copies
         self._asked = SETTLED
         self._answer = self._error = None
-        self._mark = capacity - ((capacity - before + 1) >> 1)
+        self._note_run(capacity - before)
         self._seat(length)
 
     def _refused(self, answer: Later | Never | KvslotError, now: float) -> None:
