@@ -15,6 +15,9 @@ from kvslot.replay import PHASES, Quantiles, ReplayResult, Row, Spread
 NOTHING_POINTS: Final = 0.5
 """Differences below half a percentage point are called nothing."""
 
+SPREAD_POINTS: Final = 1.0
+"""How far the hits and the fragmentation of real processes may lie from those of one process, in percentage points."""
+
 NONE: Final = "-"
 
 LEGEND: Final = "a / b: mean / max over time; alloc_us: p50 / p99 / max; - : does not apply"
@@ -138,7 +141,76 @@ def _caption(rows: list[Row]) -> str:
     first, last = f"{spans[0]:.2f}", f"{spans[-1]:.2f}"
     # Who refuses and finds less takes longer over the same requests.
     hours = first if first == last else f"{first} to {last}"
-    return f"{rows[0].requests:,} requests, {rows[0].prompt_tokens:,} prompt tokens, {hours} h simulated"
+    words = f"{rows[0].requests:,} requests, {rows[0].prompt_tokens:,} prompt tokens, {hours} h simulated"
+    return words + (" · slotted by real processes" if any(row.via == "socket" for row in rows) else "")
+
+
+def print_comparison(out: Console, result: ReplayResult) -> None:
+    """Real processes against one process: a line for each run that was done both ways."""
+    for told in result.meta.processes:
+        if not told.beside:
+            continue
+        figures = {each.figure: each for each in told.beside}
+        hit, waste = figures["hit_tokens_pct"], figures["internal_fragmentation_pct"]
+        refusals = figures["refusals_per_hour"]
+        apart = max(abs(each.socket - each.inproc) for each in (hit, waste))
+        line = (
+            f"{told.trace}, blocks of {told.block_size}: {len(told.clients)} client processes of a daemon against one "
+            f"process: hits {hit.socket:.2f} / {hit.inproc:.2f} %, fragmentation {waste.socket:.2f} / "
+            f"{waste.inproc:.2f} %, refusals an hour {refusals.socket:,.0f} / {refusals.inproc:,.0f}; at most "
+            f"{apart:.2f} points apart (stated: {SPREAD_POINTS:g}). K and V of {told.painted_tokens:,} tokens were "
+            f"painted and {told.verified_tokens:,} read back, all right; audit clean."
+        )
+        out.print(textwrap.fill(line, out.width - 2), style="" if apart <= SPREAD_POINTS else "bold")
+
+
+def print_processes(out: Console, result: ReplayResult) -> None:
+    """What the clients of each run via a socket did, and how long the daemon took over each verb."""
+    for told in result.meta.processes:
+        out.print(
+            f"\n{told.trace} · blocks of {told.block_size} · {len(told.clients)} client processes of a daemon",
+            style="bold",
+        )
+        table = Table()
+        for title in (
+            "client",
+            "requests",
+            "round trips",
+            "frames",
+            "appended",
+            "painted",
+            "read back",
+            "Allocate us",
+        ):
+            table.add_column(title, justify="right", no_wrap=True)
+        for each in told.clients:
+            if each.killed:
+                table.add_row(str(each.client), "killed, as asked for", *[NONE] * 6)
+                continue
+            table.add_row(
+                str(each.client),
+                f"{each.requests:,}",
+                f"{each.round_trips:,}",
+                f"{each.frames_sent:,}",
+                f"{each.appended_tokens:,}",
+                f"{each.painted_tokens:,}",
+                f"{each.verified_tokens:,}",
+                _us(each.allocate_us),
+            )
+        out.print(table)
+        table = Table()
+        for title in ("daemon", "count", "refused", "us, mean", "p50 <", "p99 <"):
+            table.add_column(title, justify="left" if title == "daemon" else "right", no_wrap=True)
+        for row in told.daemon:
+            times = [row.get(name) for name in ("all_us_mean", "all_us_p50", "all_us_p99")]
+            cells = [NONE if value is None else f"{value:,.0f}" for value in times]
+            table.add_row(str(row["verb"]), f"{row['count']:,}", f"{row['refused']:,}", *cells)
+        out.print(table)
+        out.print(
+            f"painted {told.painted_tokens:,} tokens, read back {told.verified_tokens:,}, all right; "
+            f"audit clean in {told.audit_ms:.0f} ms",
+            style="dim",
+        )
 
 
 def print_summary(out: Console, result: ReplayResult) -> None:

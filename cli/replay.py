@@ -11,6 +11,7 @@ from kvslot.cli import _common
 
 if TYPE_CHECKING:
     from kvslot.replay import Case, ReplayConfig, ReplayResult, Trace
+    from kvslot.replay.processes import ProcessSettings
 
 DESCRIPTION: Final = """\
 Replay recorded serving traces through a policy of managing the KV cache and print what it costs and finds: one table
@@ -23,6 +24,7 @@ examples:
   kvslotctl replay mix200_a --policy all --pool-tokens 400000
   kvslotctl replay sgd_a mtbench101_a --policy paged slotted --block-size 16 64 528 2048
   kvslotctl replay sharegpt_a --policy slotted --engines 4 --routing random --sharing both
+  kvslotctl replay mix200_a --policy hashed slotted --via socket --clients 4
   kvslotctl replay mix200_a --policy slotted --hours 72 --no-optimum --json=long.json
   kvslotctl replay my.kvs.gz --policy all --json --html=report.html > rows.json
 
@@ -122,9 +124,25 @@ def add(subparsers: _common.Subparsers) -> None:
         help="closed loop: seconds to fill up (a mean request's time; 0: at once)",
     )
     load.add_argument("--seed", type=int, default=0, metavar="N", help="for routing and --rate (0)")
-    load.add_argument(
-        "--via", choices=("inproc",), default="inproc", help="how the policy is reached: in this process"
+
+    real = parser.add_argument_group("real processes")
+    real.add_argument(
+        "--via",
+        choices=("inproc", "socket"),
+        default="inproc",
+        help="slotted in this process (default), or by client processes of a daemon that write and read the memory",
     )
+    real.add_argument("--clients", type=_count, default=4, metavar="N", help="client processes (4)")
+    real.add_argument(
+        "--socket",
+        default="",
+        metavar="PATH",
+        help="of a running daemon; without it one is started for the run",
+    )
+    # For tests of this very command: kill a client once a share of the requests is admitted (CLIENT:SHARE), or have one
+    # go wrong by some slots (CLIENT:ADMISSION:SLOTS).
+    real.add_argument("--kill-client", default="", help=argparse.SUPPRESS)
+    real.add_argument("--plant", default="", help=argparse.SUPPRESS)
 
     out = parser.add_argument_group("output")
     _common.add_json(out)  # type: ignore[arg-type]
@@ -171,7 +189,9 @@ def _share(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """The command: exit code."""
+    from kvslot.api.wire import KvslotError
     from kvslot.replay import PolicyFault, TraceError
+    from kvslot.replay.processes import DaemonFault, ProcessFault
 
     try:
         if arguments.list:
@@ -187,6 +207,15 @@ def run(arguments: argparse.Namespace) -> int:
     except PolicyFault as error:
         print(f"kvslotctl replay: a policy broke its contract: {error}", file=sys.stderr)
         return _common.FAULT
+    except ProcessFault as error:
+        print(f"kvslotctl replay: {error}", file=sys.stderr)
+        return _common.FAILED
+    except DaemonFault as error:
+        print(f"kvslotctl replay: {error}", file=sys.stderr)
+        return _common.FAULT
+    except KvslotError as error:
+        print(f"kvslotctl replay: {error}", file=sys.stderr)
+        return _common.UNREACHABLE
     except BrokenPipeError:
         raise  # a reader that has left, not a file that cannot be written
     except OSError as error:
@@ -248,6 +277,13 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     try:
         policies = _policies(arguments.policy)
+        via = arguments.via
+        if via == "socket" and "slotted" not in policies:
+            return _usage("--via socket is about slotted: name it with --policy")
+        if via == "socket" and arguments.max_live_search is not None:
+            return _usage("--max-live-search is for --via inproc")
+        if arguments.socket and via != "socket":
+            return _usage("--socket PATH goes with --via socket")
         keep = [policy for policy in policies if arguments.eviction not in evictions(policy)]
         if keep:
             print(f"kvslotctl replay: {', '.join(keep)}: only lru, so lru it is", file=sys.stderr)
@@ -267,7 +303,11 @@ def _replay(arguments: argparse.Namespace) -> int:
                     for policy in policies:
                         order = evictions(policy)[0] if policy in keep else arguments.eviction
                         cases.append(
-                            Case(trace, _replace(base, policy=policy, sharing=sharing, eviction=order))
+                            Case(
+                                trace,
+                                _replace(base, policy=policy, sharing=sharing, eviction=order),
+                                via if policy == "slotted" else "inproc",
+                            )
                         )
         with _common.Bar() as bar:
             result = run_cases(
@@ -278,6 +318,7 @@ def _replay(arguments: argparse.Namespace) -> int:
                 with_max_live=arguments.max_live_search is not None,
                 max_live_limit=arguments.max_live_search or 1024,
                 report=bar.report,
+                processes=_processes(arguments),
             )
     except ValueError as error:
         from kvslot.replay import TraceError
@@ -287,6 +328,22 @@ def _replay(arguments: argparse.Namespace) -> int:
         return _usage(str(error))
     _show(result, arguments)
     return _common.OK
+
+
+def _processes(arguments: argparse.Namespace) -> ProcessSettings:
+    """How runs by real processes are carried out."""
+    from kvslot.replay.processes import ProcessSettings
+
+    kill = plant = None
+    if arguments.kill_client:
+        client, share = arguments.kill_client.split(":")
+        kill = int(client), float(share)
+    if arguments.plant:
+        client, admission, slots = map(int, arguments.plant.split(":"))
+        plant = client, admission, slots
+    return ProcessSettings(
+        clients=arguments.clients, socket=arguments.socket, kill=kill, plant=plant or (-1, 0, 0)
+    )
 
 
 def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
@@ -342,23 +399,29 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
         "decode_ms",
         "ramp",
         "via",
+        "clients",
     )
     return {name: getattr(arguments, name) for name in names}
 
 
 def _show(result: ReplayResult, arguments: argparse.Namespace) -> None:
     """Table, JSON and page, as asked for."""
-    from kvslot.cli._tables import console, print_tables
+    from kvslot.cli._tables import console, print_processes, print_tables
 
     if arguments.json is not None:
         _common.write_json(result.to_json(), arguments.json)
     if arguments.json != "-":
         print_tables(console(), result, all_phases=arguments.phases)
+        print_processes(console(), result)
     if arguments.html:
         result.write_html(Path(arguments.html))
 
 
 # --- The demo ----------------------------------------------------------------------------------------------------
+
+
+REAL: Final = (("mix200_a", 16), ("mix200_a", 528))
+"""Traces and block sizes of the demo whose slotted column comes from real processes."""
 
 
 def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
@@ -373,6 +436,8 @@ def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
                     ReplayConfig(policy=policy, block_size=block_size, pool_tokens=pool_tokens, seed=seed),
                     **changes,
                 ),
+                "socket" if policy == "slotted" and (trace.name, block_size) in REAL else "inproc",
+                beside=True,
             )
             for block_size in block_sizes
             for policy in policies
@@ -403,13 +468,19 @@ def _demo_cases(seed: int, policies: list[str]) -> list[Case]:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from kvslot.cli._tables import console, print_summary, print_tables
+    from kvslot.cli._tables import console, print_comparison, print_summary, print_tables
     from kvslot.replay import run_cases
 
     policies = _policies(["all"])
     cases = _demo_cases(arguments.seed, policies)
     with _common.Bar() as bar:
-        result = run_cases(cases, seed=arguments.seed, settings={"demo": True}, report=bar.report)
+        result = run_cases(
+            cases,
+            seed=arguments.seed,
+            settings={"demo": True},
+            report=bar.report,
+            processes=_processes(arguments),
+        )
     out = console()
     as_json = Path(arguments.json) if arguments.json not in (None, "-") else DEMO_FOLDER / "demo.json"
     page = Path(arguments.html) if arguments.html else DEMO_FOLDER / "demo.html"
@@ -417,6 +488,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         _common.write_json(result.to_json(), "-")
     else:
         print_tables(out, result, all_phases=arguments.phases)
+        print_comparison(out, result)
         print_summary(out, result)
         result.write_json(as_json)
         out.print(f"\nAll rows: {as_json}")

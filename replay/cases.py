@@ -9,14 +9,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
 from kvslot.replay.clairvoyant import Nodes
 from kvslot.replay.engine import ReplayConfig, max_concurrent_sessions, replay
-from kvslot.replay.metrics import ReplayResult, Row, Run, TraceMeta, meta
+from kvslot.replay.metrics import Comparison, ReplayResult, Row, Run, TraceMeta, meta
 from kvslot.replay.traces import Expander, Trace
+
+if TYPE_CHECKING:
+    from kvslot.replay.processes import ProcessSettings
 
 WITHOUT_BLOCKS: Final = frozenset({"contiguous", "token"})
 """Policies that hand out single slots or single runs: the block size is nothing to them."""
@@ -30,6 +33,10 @@ class Case(NamedTuple):
 
     trace: Trace
     config: ReplayConfig
+    via: Literal["inproc", "socket"] = "inproc"
+    """How the policy is reached: in this process, or by real client processes of a daemon."""
+    beside: bool = False
+    """Via a socket: run it in this process as well, so that the figures can be compared."""
 
 
 def clock(trace: Trace, config: ReplayConfig) -> str:
@@ -51,27 +58,40 @@ def run_cases(
     max_live_limit: int = 1024,
     report: Report | None = None,
     command: list[str] | None = None,
+    processes: ProcessSettings | None = None,
 ) -> ReplayResult:
     """Run all cases in order (put those of one trace next to each other).
 
     Raises what `replay` raises; a case that cannot be set up (an eviction that a policy lacks, an unknown policy)
-    raises before anything that follows it has run."""
+    raises before anything that follows it has run.  `processes` says how cases via a socket are carried out."""
+    if any(case.via == "socket" for case in cases):
+        from kvslot.replay.processes import ProcessSettings, check
+
+        processes = processes or ProcessSettings()
+        for case in cases:
+            if case.via == "socket":
+                check(case.config, processes)
     began = time.perf_counter()
     result = ReplayResult(
         meta=meta(seed=seed, traces=_traces(cases), settings=settings, command=command), rows=[], runs=[]
     )
-    weights = [sum(case.trace.prompt_len) + 2_000 * len(case.trace) for case in cases]
+    weights = [
+        (sum(case.trace.prompt_len) + 2_000 * len(case.trace)) * (4 if case.via == "socket" else 1)
+        for case in cases
+    ]
     whole = sum(weights) or 1
     expander: Expander | None = None
     expanded: Trace | None = None
     nodes: dict[bool, Nodes] = {}
     done_before: dict[bytes, tuple[Run, list[Row]]] = {}
     done = 0
-    for (trace, config), weight in zip(cases, weights, strict=True):
+    for (trace, config, via, beside), weight in zip(cases, weights, strict=True):
         share = config.engines if config.sharing == "partitioned" else 1
         words = f"{trace.name} · {config.policy} · block {config.block_size}" + (
             f" · {share} pools" if share > 1 else ""
         )
+        if via == "socket" and processes is not None:
+            words += f" · {processes.clients} processes"
 
         def tell(part: float, words: str = words, done: int = done, weight: int = weight) -> None:
             if report is not None:
@@ -93,6 +113,25 @@ def run_cases(
             run, rows = done_before[key]
             run = msgspec.structs.replace(run, block_size=config.block_size)
             rows = [msgspec.structs.replace(row, block_size=config.block_size, run=index) for row in rows]
+        elif via == "socket":
+            from kvslot.replay.processes import replay_processes
+
+            assert processes is not None
+            run, rows, _ = replay_processes(
+                trace,
+                config,
+                processes,
+                index=index,
+                nodes=nodes[rounds] if with_optimum else None,
+                progress=tell,
+            )
+            assert run.processes is not None
+            told = run.processes
+            if beside:
+                alone = replay(trace, config, expander=expander)
+                told = msgspec.structs.replace(told, beside=_compare(rows, alone.rows))
+            result.meta.via = "socket"
+            result.meta.processes.append(told)
         else:
             outcome = replay(
                 trace,
@@ -116,6 +155,22 @@ def run_cases(
     return result
 
 
+COMPARED: Final = ("hit_tokens_pct", "internal_fragmentation_pct", "refusals_per_hour", "preemptions")
+"""What a run by real processes is held against a run in one process by."""
+
+
+def _compare(real: list[Row], alone: list[Row]) -> list[Comparison]:
+    found: list[Comparison] = []
+    if not real or not alone:
+        return found
+    for figure in COMPARED:
+        a, b = (getattr(rows[0], figure) for rows in (real, alone))
+        if figure == "internal_fragmentation_pct":
+            a, b = a.mean, b.mean
+        found.append(Comparison(figure=figure, socket=a, inproc=b))
+    return found
+
+
 def _same(config: ReplayConfig, **blind: str | int) -> bytes:
     """A key that is equal for configurations that differ in `blind` fields only."""
     return msgspec.json.encode(msgspec.to_builtins(config) | blind)
@@ -123,7 +178,7 @@ def _same(config: ReplayConfig, **blind: str | int) -> bytes:
 
 def _traces(cases: Sequence[Case]) -> list[TraceMeta]:
     seen: dict[tuple[str, int], TraceMeta] = {}
-    for trace, config in cases:
+    for trace, config, *_ in cases:
         seen.setdefault(
             (trace.digest, len(trace)),
             TraceMeta(

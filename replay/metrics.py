@@ -203,6 +203,15 @@ class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
     """Round trip of Allocate on the real clock."""
 
 
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of a run by real processes, and of the same run in one process."""
+
+    figure: str
+    """As `Row` names it."""
+    socket: float
+    inproc: float
+
+
 class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """How a run via a socket went."""
 
@@ -218,6 +227,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """The audit at the end found nothing, in this time."""
     daemon: list[dict[str, Any]]
     """By verb: how many, how many refused, and the sampled latencies in the daemon (us)."""
+    beside: list[Comparison] = []
+    """Figures of the same run in one process, where that was asked for."""
 
 
 class Run(msgspec.Struct, kw_only=True):

@@ -98,12 +98,14 @@ class Board:
             if before < times[self._bases[other] + _NEED] <= at:  # never, where it is not a number
                 self.ring(other)
 
+    def turn_now(self, at: float) -> bool:
+        """Whether this participant, which acts at `at` next, may do so now."""
+        self.promise(at)
+        return not self._behind(at - self.window_s)
+
     def turn(self, at: float, *, alert: bool, seen: int) -> bool:
         """Waits until this participant may act at `at`; False: there is news (`alert`) that `seen` does not count."""
-        self.promise(at)
         need = at - self.window_s
-        if not self._behind(need):
-            return True
         counts, times, base = self._counts, self._times, self._base
         times[base + _NEED] = need
         counts[base + _ALERT] = alert

@@ -31,13 +31,15 @@ from kvslot.replay.processes import board as boards
 from kvslot.replay.processes.board import Board, Stopped
 from kvslot.replay.processes.painting import Painter, WrongSlot, namespace_number
 from kvslot.replay.processes.policy import SocketPolicy
-from kvslot.replay.recorder import Recorder
+from kvslot.replay.recorder import Event, Recorder, Schedule
 from kvslot.replay.traces import Expander, Trace
 
 TASK: Final = "task"
 CACHE_BYTES: Final = 64 << 20
 LOOK_S: Final = 0.02
 """A client that waits for room with nothing to do asks again after so long, whatever was said."""
+LISTEN_EVERY: Final = 16
+"""Events between two looks at what the daemon has said by itself; those who wait for it look each time."""
 STUCK_S: Final = 5.0
 """Real seconds after which a request that waits while nobody acts is given up."""
 
@@ -51,6 +53,7 @@ class Task(msgspec.Struct, kw_only=True):
     socket: str
     salt: str
     window_s: float
+    with_schedule: bool = False
     plant: tuple[int, int, int] = (-1, 0, 0)
     """For tests: client, admission, slots by which its first extent is moved."""
 
@@ -83,6 +86,11 @@ class Diary(Recorder):
         self.written_at = array("d")
         self.written_number = array("q")
         self.written_length = array("q")
+        # The schedule, where the offline optimum is asked for.
+        self.event_at = array("d")
+        self.event = array("q")
+        self.event_number = array("q")
+        self.event_length = array("q")
         # When each attempt ran: request number, from, prompt written (nan: never), to.
         self.span_number = array("q")
         self.span_from = array("d")
@@ -108,6 +116,22 @@ class Diary(Recorder):
     def arrays(self) -> dict[str, bytes]:
         """All arrays by name."""
         return {name: value.tobytes() for name, value in vars(self).items() if isinstance(value, array)}
+
+
+class _Timed(Schedule):
+    """A schedule with times, so that those of several clients can be put together."""
+
+    def __init__(self, engine: ClientEngine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._diary = engine.diary
+
+    def note(self, event: Event, number: int, length: int = 0) -> None:
+        diary = self._diary
+        diary.event_at.append(self._engine.now)
+        diary.event.append(event)
+        diary.event_number.append(number)
+        diary.event_length.append(length)
 
 
 class _WrittenHere(Written):
@@ -158,6 +182,7 @@ class ClientEngine(Engine):
         self.taken = bytearray(len(trace))
         self.spans: dict[int, int] = {}
         self.seen = 0
+        self.turns = 0
         self.before = (0, 0)
         """What the others had released and published when the line's head was last refused."""
 
@@ -181,6 +206,7 @@ class ClientEngine(Engine):
             if not events:
                 if self._over():
                     break
+                self.policy.end_step()
                 began = time.monotonic()
                 if board.idle(self.seen, LOOK_S):
                     waited = 0.0
@@ -194,9 +220,7 @@ class ClientEngine(Engine):
                 lane.blocked = lane.awaiting = False
                 continue
             at = events[0][0]
-            if at == self.now:
-                pass
-            elif not board.turn(at, alert=self._hungry(), seen=self.seen):
+            if not self._turn(at):
                 self.now = min(at, max(self.now, board.news_at()))
                 continue
             _, _, kind, job, _ = heappop(events)
@@ -208,15 +232,26 @@ class ClientEngine(Engine):
         board.end()
         return self.recorder
 
+    def _turn(self, at: float) -> bool:
+        """Waits for this client's turn to act at `at`; false: there is news that may let it act before."""
+        board = self.board
+        if at == self.now or board.turn_now(at):
+            return True
+        self.policy.end_step()
+        return board.turn(at, alert=self._hungry(), seen=self.seen)
+
     def _look_around(self) -> None:
         """What the daemon and the others have said."""
         lane, now = self.lane, self.now
-        called, preempted = self.policy.heed()
-        for number in preempted:
-            job = self.jobs[number]
-            self.recorder.preempted_at.append(now)
-            self._stop(job, now)
-            lane.queue.appendleft(job)
+        self.turns += 1
+        called = False
+        if lane.blocked or self.turns % LISTEN_EVERY == 0:
+            called, preempted = self.policy.heed()
+            for number in preempted:
+                job = self.jobs[number]
+                self.recorder.preempted_at.append(now)
+                self._stop(job, now)
+                lane.queue.appendleft(job)
         if lane.blocked:
             freed, written = self._others()
             if called or freed != self.before[0] or (lane.awaiting and written != self.before[1]):
@@ -422,6 +457,8 @@ def play(task: Task, board: Board) -> Notes:
         plant = task.plant[1:] if task.plant[0] == board.me else (0, 0)
         policy = SocketPolicy(client, expander, painter, len(task.trace), plant)
         engine = ClientEngine(task.trace, task.config, policy, expander, board)
+        if task.with_schedule:
+            engine.recorder.schedule = _Timed(engine)
         with quiet_collector():
             recorder = engine.run()
         client.settle()

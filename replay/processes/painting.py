@@ -73,7 +73,8 @@ def slots_of(extents: list[int], start: int, stop: int) -> Slots:
     # Of each extent: what is to be added to a position to get its slot.
     offsets = pairs[:, 0] - (ends - pairs[:, 1])
     lengths = np.minimum(ends, stop) - np.maximum(ends - pairs[:, 1], start)
-    return np.arange(start, stop, dtype=np.int64) + np.repeat(offsets, lengths)
+    slots: Slots = np.arange(start, stop, dtype=np.int64) + np.repeat(offsets, lengths)
+    return slots
 
 
 class Painter:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ import numpy as np
 
 from kvslot.api.client import Control
 from kvslot.replay.bounds import Written
+from kvslot.replay.clairvoyant import Nodes, optimum
 from kvslot.replay.engine import Outcome, Progress, ReplayConfig, distinct
 from kvslot.replay.metrics import ClientReport, ProcessReport, Quantiles, Run
 from kvslot.replay.policies import Counters, Gauges
@@ -37,7 +38,7 @@ from kvslot.replay.processes import board as boards
 from kvslot.replay.processes import daemon
 from kvslot.replay.processes.board import Board
 from kvslot.replay.processes.client import TASK, Notes, Task, Trouble
-from kvslot.replay.recorder import PICTURE_AT, Recorder, Sampler, Totals, rows, series
+from kvslot.replay.recorder import PICTURE_AT, Event, Recorder, Sampler, Schedule, Totals, rows, series
 from kvslot.replay.traces import Trace
 
 CLIENT: Final = "kvslot.replay.processes.client"
@@ -82,13 +83,14 @@ def replay_processes(
     settings: ProcessSettings,
     *,
     index: int = 0,
-    hits_optimum: Mapping[int, int] | None = None,
+    nodes: Nodes | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Runs a trace through a daemon with several client processes; `Outcome.run.processes` tells of them.
 
+    With `nodes` of the trace the run's offline optimum is found, too.
     Raises ValueError for settings that do not fit, ProcessFault where something was found wrong, DaemonFault."""
-    _check(config, settings)
+    check(config, settings)
     began = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(_orderly())
@@ -108,6 +110,7 @@ def replay_processes(
             socket=socket,
             salt=secrets.token_hex(16),
             window_s=settings.window_s,
+            with_schedule=nodes is not None,
             plant=settings.plant,
         )
         (where / TASK).write_bytes(msgspec.msgpack.encode(task))
@@ -135,10 +138,13 @@ def replay_processes(
         via="socket",
         processes=_report(trace, config, settings, notes, children, audit, latency),
     )
-    return Outcome(run, rows(recorder, run, index, hits_optimum=hits_optimum), recorder)
+    best = None if nodes is None else optimum(nodes, _schedule(notes), config.pool_tokens)
+    return Outcome(run, rows(recorder, run, index, hits_optimum=best), recorder)
 
 
-def _check(config: ReplayConfig, settings: ProcessSettings) -> None:
+def check(config: ReplayConfig, settings: ProcessSettings) -> None:
+    """Raises ValueError where a run cannot be done by real processes."""
+
     def need(ok: bool, what: str) -> None:
         if not ok:
             raise ValueError(what)
@@ -473,12 +479,24 @@ def _ideal(trace: Trace, notes: dict[int, Notes], recorder: Recorder) -> None:
     )
     queue = sorted(lines)
     place = 0
-    for when, number in zip(recorder.admitted_at, recorder.number, strict=True):
+    for when, number, hit in zip(recorder.admitted_at, recorder.number, recorder.hit, strict=True):
         while place < len(queue) and queue[place][0] <= when:
             written.write(queue[place][1], queue[place][2])
             place += 1
-        recorder.ideal.append(written.ideal(number))
+        # Who is ahead by less than the window may find what by its clock is still to be written.
+        recorder.ideal.append(max(hit, written.ideal(number)))
         recorder.rounding.append(0)
+
+
+def _schedule(notes: dict[int, Notes]) -> Schedule:
+    """Who ran when, of all clients; each client's own order is kept."""
+    schedule = Schedule()
+    at = _array(notes, "event_at", "d")
+    columns = [_array(notes, name, "q") for name in ("event", "event_number", "event_length")]
+    for place in np.argsort(at, kind="stable"):
+        event, number, length = (int(column[place]) for column in columns)
+        schedule.note(Event(event), number, length)
+    return schedule
 
 
 def _held(trace: Trace, config: ReplayConfig, notes: dict[int, Notes], when: float) -> int:

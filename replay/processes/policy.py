@@ -5,8 +5,9 @@
     grow       tokens are appended and painted; the client library asks for the next run by itself, half a run ahead
     finish     the last tokens; the whole table is read back; Commit and Free leave with that step's frame, fenced by it
 
-Each of these is a step of the engine (`client.step()`), so what is freed is freed behind a fence that passes when the
-step is over.  Token ids come from the trace, as the engine's own do.
+All of this happens in steps of the engine (`client.submit`, `client.complete`): what decodes within STEP_S shares one,
+so that the questions of several sequences leave in one frame; whatever others have to hear of ends it.  What is freed
+is freed behind the fence of its step.  Token ids come from the trace, as the engine's own do.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvslot.api.wire.messages import Preempt
 from kvslot.replay.policies import Admitted, Counters, Gauges, Refused, Room
 from kvslot.replay.processes.painting import Painter, Values, slots_of
 
+STEP_S: Final = 0.05
+"""Simulated seconds: two or three tokens of each sequence."""
 PATIENCE_S: Final = 0.25
 """How long growth for which a victim of this client was freed waits to be told that it may go on."""
 
@@ -83,6 +86,8 @@ class SocketPolicy:
         self._by_sequence: dict[int, int] = {}
         self._refused = 0
         self._gave = False
+        self._step_ends = 0.0
+        self._in_step = False
         self._aside_ns = 0
         self._plant = plant
         self._admissions = 0
@@ -99,6 +104,7 @@ class SocketPolicy:
     # -- the interface of policies -----------------------------------------------------------------------------
 
     def admit(self, request: int, tokens: bytes, engine: int, now: float) -> Admitted | Refused:
+        self.end_step()
         client = self.client
         ticket = self.ticket
         if ticket and self._refused != request:
@@ -139,18 +145,17 @@ class SocketPolicy:
 
     def prefilled(self, request: int, now: float) -> None:
         live = self._live[request]
-        with self.client.step():
-            self._paint(live, slots_of(live.sequence.extents, live.written, live.prompt), live.prompt)
-            live.sequence.commit(live.prompt, wait=False)
+        self._begin_step(now)
+        self._paint(live, slots_of(live.sequence.extents, live.written, live.prompt), live.prompt)
+        live.sequence.commit(live.prompt, wait=False)
+        self.end_step()
 
     def grow(self, request: int, length: int, now: float) -> Room | None:
         live = self._live[request]
-        with self.client.step():
-            if not self._append(live, length - 1):
-                return None
-            sequence = live.sequence
-            if sequence.room == 0 and not self._room(sequence, 1):
-                return None
+        self._begin_step(now)
+        sequence = live.sequence
+        if not self._append(live, length - 1) or (sequence.room == 0 and not self._room(sequence, 1)):
+            return None
         ask_at = self._ask_at(live, length - 1)
         return Room(live.capacity, ask_at)
 
@@ -164,19 +169,21 @@ class SocketPolicy:
         live = self._live[request]
         total = live.prompt + (len(output) >> 2)
         sequence = live.sequence
-        with self.client.step():
-            if not self._append(live, total):
-                raise AssertionError("room that `write` made is gone")
-            self._compare(live, 0, total, "its own table, before it was freed")
-            sequence.commit(total, wait=False)
-            self._free(request, sequence)
+        self._begin_step(now)
+        if not self._append(live, total):
+            raise AssertionError("room that `write` made is gone")
+        self._compare(live, 0, total, "its own table, before it was freed")
+        sequence.commit(total, wait=False)
+        self._free(request, sequence)
+        self.end_step()
 
     def abort(self, request: int, now: float) -> None:
         live = self._live[request]
-        with self.client.step():
-            if live.written >= live.prompt:
-                self._compare(live, 0, live.written, "its own table, before it was preempted")
-            self._free(request, live.sequence)
+        self._begin_step(now)
+        if live.written >= live.prompt:
+            self._compare(live, 0, live.written, "its own table, before it was preempted")
+        self._free(request, live.sequence)
+        self.end_step()
         self._gave = True
 
     def victim(self) -> int | None:
@@ -207,6 +214,23 @@ class SocketPolicy:
         self._events.clear()
         return called, preempted
 
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, now: float) -> None:
+        """The engine computes at `now`: within the present step, if there is one and it has not lasted too long."""
+        if self._in_step and now >= self._step_ends:
+            self.end_step()
+        if not self._in_step:
+            self._in_step = True
+            self._step_ends = now + STEP_S
+            self.client.submit()
+
+    def end_step(self) -> None:
+        """What the present step did is done, and what it has to say leaves."""
+        if self._in_step:
+            self._in_step = False
+            self.client.complete()
+
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _ask_at(self, live: _Live, length: int) -> int:
@@ -216,7 +240,7 @@ class SocketPolicy:
             live.look(live.capacity if sequence.capacity > live.capacity else length)
         # Crossing the mark is what makes the library ask, so it is crossed by one.
         asking = live.mark + 1
-        return asking if length < asking < live.capacity else max(live.capacity, length + 1)
+        return asking if length < asking < live.capacity else live.capacity
 
     def _append(self, live: _Live, length: int) -> bool:
         """Appends tokens up to `length` and paints them."""
