@@ -67,8 +67,10 @@ CLIENTS: Final = 8
 OPEN_RATE: Final = 10_000.0
 """Operations a second, all clients together."""
 LARGE_TOKENS: Final = 131_072
-LARGE_EVERY_S: Final = 0.1
-"""An engine takes seconds to compute a prompt of 128k tokens; ten a second is a host full of them."""
+LARGE_EVERY_S: Final = 0.25
+"""Half of each is new: four a second keep eight accelerators busy that compute 32k tokens a second each."""
+EAGER_ROUNDS: Final = 2
+"""Of long prompts one after the other, which nothing could compute: to see the worst of it, not judged."""
 APPENDS: Final = 10_000
 STEP_S: Final = 0.001
 """Of an engine: shorter than any real one, so that answers have less time to come."""
@@ -91,8 +93,8 @@ class Size(NamedTuple):
     nodes: int = 60_000
     rounds: int = 15
     seconds: float = 0.6
-    large_rounds: int = 7
-    large_seconds: float = 1.5
+    large_rounds: int = 9
+    large_seconds: float = 2.0
     death_paths: int = 100_000
     death_depth: int = 10
     deaths: int = 5
@@ -106,7 +108,7 @@ QUICK: Final = Size(
     rounds=3,
     seconds=0.3,
     large_rounds=3,
-    large_seconds=0.5,
+    large_seconds=1.0,
     death_paths=5_000,
     deaths=2,
     python_samples=1_500,
@@ -323,7 +325,7 @@ def plain(players: Sequence[Player]) -> list[Player]:
 
 
 def measure_large(bench: Bench) -> list[Result]:
-    """Seven on a timetable; every other round an eighth allocates long prompts."""
+    """Seven on a timetable; in every other round an eighth allocates long prompts."""
     size = bench.size
     firsts = 2
     pace = 3 / LARGE_EVERY_S  # its operations come in threes
@@ -342,8 +344,8 @@ def measure_large(bench: Bench) -> list[Result]:
         others = load(short_players(bench, OTHERS, OPEN_RATE / CLIENTS))
         slow = load([Player([hello("long")], cycle, pace)])
         fast = load([Player([hello("long")], cycle)])
-        for index in range(size.large_rounds):
-            for turn in ("wpe", "epw")[index & 1]:
+        for index in range(size.large_rounds + EAGER_ROUNDS):
+            for turn in (("wp", "pw") if index < size.large_rounds else ("we", "ew"))[index & 1]:
                 beside = {"w": None, "p": slow, "e": fast}[turn]
                 pids = [bench.daemon.pid, others.pid] + ([beside.pid] if beside else [])
                 with bench.realtime(*pids):
@@ -355,9 +357,9 @@ def measure_large(bench: Bench) -> list[Result]:
                 if turn == "p" and of_large is not None:
                     figures(of_large, [ALLOCATE])
                     itself += [*of_large.latencies_us([ALLOCATE])]
-    pairs = Both(paced, without)
+    pairs = Both(paced, without[: len(paced)])
     samples = sum(each.samples for each in paced)
-    worst = Both(eager, without)
+    worst = Both(eager, without[len(paced) :])
     itself.sort()
     return [
         row(
@@ -369,6 +371,7 @@ def measure_large(bench: Bench) -> list[Result]:
             what="the same, long prompts one after the other without a pause", note=worst.spread("p99"),
         ),
         us("large_others_us_p99", "the others' 99th percentile beside it", middle(paced, "p99"), samples),
+        us("large_others_us_p999", "... 99.9th percentile", middle(paced, "p999"), samples),
         us("large_without_us_p99", "... and without it", middle(without, "p99"), samples),
         us("large_us_p50", "the long Allocate itself: median", itself[len(itself) // 2], len(itself)),
     ]  # fmt: skip
