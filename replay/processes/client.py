@@ -27,6 +27,7 @@ from kvslot.api.client import Client, Namespace, Statistics
 from kvslot.replay import engine as engines
 from kvslot.replay.bounds import Written
 from kvslot.replay.engine import Engine, Job, Lane, ReplayConfig, mean_request_s, quiet_collector
+from kvslot.replay.policies import Refused
 from kvslot.replay.processes import board as boards
 from kvslot.replay.processes.board import Board, Stopped
 from kvslot.replay.processes.painting import Painter, WrongSlot, namespace_number
@@ -426,6 +427,14 @@ class ClientEngine(Engine):
         self.board.done[job.request] = 1
         super()._done(job)
         self.board.tell(boards.FREED, self.now)
+
+    def _refused(self, pool: Lane, job: Job, answer: Refused, now: float) -> None:
+        later = self.policy.later
+        if not answer.never and later is not None and later.reason == "turn":
+            # Others stand before it in the daemon's line: it waits, as in a line of our own, and is not refused.
+            pool.blocked = True
+            return
+        super()._refused(pool, job, answer, now)
 
     def _others_run(self, pool: Lane) -> bool:
         return True  # in another process
