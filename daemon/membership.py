@@ -53,15 +53,19 @@ def peer_of(sock: socket.socket) -> Peer:
 def watch(sock: socket.socket, peer: Peer) -> int:
     """A descriptor that becomes readable when the peer's process ends; -1 where it is gone or cannot be watched."""
     try:
-        raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
-        return int(struct.unpack("i", raw)[0])
+        descriptor = int(struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0])
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
             return -1  # it is gone; by now its number may be another's
-    try:
-        return os.pidfd_open(peer.pid) if peer.pid > 0 else -1
-    except OSError:
+        try:
+            descriptor = os.pidfd_open(peer.pid) if peer.pid > 0 else -1
+        except OSError:
+            return -1
+    if descriptor >= 0 and ended(descriptor):
+        # Newer kernels have one for the dead, too; who speaks is a child that inherited the socket.
+        os.close(descriptor)
         return -1
+    return descriptor
 
 
 def birth_of(pid: int) -> int:

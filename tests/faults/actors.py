@@ -104,10 +104,15 @@ def _be(work: Callable[[Callable[[Any], None]], None], pipe: int) -> None:
             work(tell)
         except BaseException:  # noqa: BLE001  whatever it is, the parent is told
             tell({"failed": traceback.format_exc()})
-        while True:
-            signal.pause()
+        stay()
     finally:
         os._exit(1)
+
+
+def stay() -> None:
+    """Does nothing until killed, with all that it has open."""
+    while True:
+        signal.pause()
 
 
 # -- painted memory ---------------------------------------------------------------------------------------------------

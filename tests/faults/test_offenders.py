@@ -63,7 +63,7 @@ def served(daemon: Running, *, times: int = 200) -> float:
     return slowest
 
 
-def _flood(
+def flooding(
     daemon: Running, requests: list[bytes], *, session: bool
 ) -> Callable[[Callable[[Any], None]], None]:
     """Sends as fast as the socket takes it, never reads; tells when it is full, and when it has been dropped."""
@@ -112,7 +112,7 @@ def test_S35_ten_that_never_read(kind: str) -> None:
         served(daemon)
         before = daemon.rss_kib()
         flooders = [
-            stack.enter_context(child(_flood(daemon, FLOODS[kind], session=kind != "listings")))
+            stack.enter_context(child(flooding(daemon, FLOODS[kind], session=kind != "listings")))
             for _ in range(10)
         ]
         for each in flooders:
@@ -245,9 +245,15 @@ def test_lying_pages_cost_their_own_session_alone(seed: int) -> None:
                             Commit(0, 1, 20),
                         ] * rng.choice([1, 40])
                         asked = rng.choice(
-                            [Free(7, 2, 1), Free(0, 2, 1), Batch(7, [Free(0, 1, 1), *behind]),
-                             Allocate(7, wire.namespace, 3, tokens(2000)), messages.Extend(7, 2, tokens=900), messages.Bye(7)]
-                        )  # fmt: skip
+                            [
+                                Free(7, 2, 1),
+                                Free(0, 2, 1),
+                                Batch(7, [Free(0, 1, 1), *behind]),
+                                Allocate(7, wire.namespace, 3, tokens(2000)),
+                                messages.Extend(7, 2, tokens=900),
+                                messages.Bye(7),
+                            ]
+                        )
                         wire.send(asked)
                         wire.send(Ping(8))
                         while True:

@@ -25,7 +25,7 @@ from kvslot.api.wire.messages import Allocate, Error, Evict, Hello, Ping, Pong
 
 from ..tools.daemon import configuration, running
 from ..tools.wire import Wire, tokens
-from .actors import child, cpu_seconds, empty, events, until
+from .actors import child, cpu_seconds, empty, events, stay, until
 
 ROOT = os.geteuid() == 0
 NOBODY = 65534
@@ -290,6 +290,7 @@ def test_more_sessions_than_descriptors_allow_without_a_single_accept_error() ->
             for wire in wires:
                 wire.hello()
             tell("all")
+            stay()
 
         with child(many) as one:
             assert one.heard() == "all"
