@@ -65,8 +65,8 @@ REPLENISH_NS: Final = 50_000
 SWEEP_PAUSE: Final = 4
 """Times as long as a slice of cleaning up took, the others have the processor."""
 PROGRESS_SECONDS: Final = 2.0
-DESCRIPTORS_EACH: Final = 4
-"""Of a session: socket, page, bell, process."""
+DESCRIPTORS_EACH: Final = 5
+"""Of a session: socket, page and its mapping, bell, process."""
 DESCRIPTORS_SPARE: Final = 32
 """For all else: pools, lock, log, libraries."""
 TOOLS: Final = 32
@@ -131,7 +131,7 @@ class Server:
         # What the descriptors suffice for: beyond it a client is told, rather than the process running dry.
         left = limit - DESCRIPTORS_SPARE
         self._connections_max = min(settings.sessions_max + TOOLS, max(2, left // DESCRIPTORS_EACH))
-        # A session whose connection is lost keeps the other three for as long as its process lives.
+        # A session whose connection is lost keeps the others for as long as its process lives.
         self.sessions_max = min(
             settings.sessions_max, max(1, (left - self._connections_max) // (DESCRIPTORS_EACH - 1))
         )
