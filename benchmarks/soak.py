@@ -44,6 +44,9 @@ from kvslot.benchmarks.report import Document, Result, meta, result
 from kvslot.benchmarks.rig import Daemon, Peer
 from kvslot.benchmarks.traffic import noise
 
+DESCRIPTION: Final = (
+    "Mixed load from real processes, deaths included, and whether anything of it stays behind."
+)
 SECONDS: Final = 3600.0
 SLOTS: Final = 48 * 1024
 WORKERS: Final = 5
