@@ -28,6 +28,9 @@ SCATTER_SHIFT = (
 )
 HAND_ON = 64  # cells from which a request takes over what its victims leave
 PAGE_VICTIMS = 64  # leaves that a request for whole pages looks at before it counts how many there can be
+AHEAD_ROUNDS = (
+    4  # of eviction in a request where others go on between requests; then scattered slots have to do
+)
 EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
@@ -212,7 +215,8 @@ class Placement:
                 left -= self._hand_on(min(cells, goal - runs.cells_free), kind, group, now, own)
                 goal = left + self.kept
             if left and goal > runs.cells_free:
-                self._evict_cells(min(goal, max(left, runs.cells_free + 2 * cells)), now)
+                goal = min(goal, max(left, runs.cells_free + 2 * cells))
+                self._evict_cells(goal, now, AHEAD_ROUNDS if self.config.ahead else 1 << 30)
             cells = left
         if cells > runs.cells_free:
             if own:
@@ -274,18 +278,23 @@ class Placement:
             self._drop(node, tokens if unit == 1 else -(-tokens // unit) * unit)
             tokens = goal - self.runs.total
 
-    def replenish(self, now: float, cells: int = 8) -> bool:
-        """Evicts until some `cells` more are free, if the headroom lacks them; true when there is more to be done."""
+    def replenish(self, now: float, cells: int = 8, goal: int = 0) -> bool:
+        """Evicts until some `cells` more are free, where fewer than `goal` (0: the headroom) are.
+
+        True when there is more to be done.
+        """
         runs = self.runs
-        if runs.cells_free >= self.headroom or not self.tree.evictable:
+        goal = goal or self.headroom
+        if runs.cells_free >= goal or not self.tree.evictable:
             return False
         before = self.evicted_tokens
-        self._evict_cells(min(self.headroom, runs.cells_free + cells), now)
-        return self.evicted_tokens > before and runs.cells_free < self.headroom
+        self._evict_cells(min(goal, runs.cells_free + cells), now, 1)
+        return self.evicted_tokens > before and runs.cells_free < goal
 
-    def _evict_cells(self, goal: int, now: float) -> None:
+    def _evict_cells(self, goal: int, now: float, rounds: int = 1 << 30) -> None:
         """Evicts until `goal` whole cells are free, or so many slots are that their being scattered is to blame.
 
+        At most `rounds` times what is missing.
         Leaves go whole, since a cut leaves two pieces where one was; only one that is larger than what is missing and
         the headroom together loses but its tail, at the start of a cell.
         """
@@ -296,7 +305,10 @@ class Placement:
         most = goal * cell + (self.usable >> SCATTER_SHIFT)
         slack = self.headroom * cell
         plain = type(evictor) is Lru and not tree.expiry
-        while runs.cells_free < goal and runs.total < most:
+        if not plain:
+            rounds *= max(1, goal - runs.cells_free)  # each of them one leaf
+        while runs.cells_free < goal and runs.total < most and rounds:
+            rounds -= 1
             missing = goal - runs.cells_free
             if plain:
                 extents: list[int] = []

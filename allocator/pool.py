@@ -44,6 +44,17 @@ class Pool(Lifecycle, Pages):
         hit = self.tree.matching(root, tokens)
         return hit if hit < n else self._last_left(n)
 
+    def touch(self, root: int, tokens: bytes) -> int:
+        """As `probe`, and what was found counts as used now: it is not among the next to be evicted."""
+        n = self._count(root, tokens)
+        path: list[int] = []
+        hit = self.tree.match(root, tokens, path)
+        if path:
+            self.tick += 1
+            self.tree.hold(path[-1])
+            self.tree.unhold(path[-1], self.tick)
+        return hit if hit < n else self._last_left(n)
+
     def allocate(
         self,
         session: Session,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RECEIVE_BYTES: Final = 1 << 18
 TURN_VERBS: Final = 64
 """Verbs that one client is served before the others have their turn: about a millisecond."""
+LONG_BYTES: Final = 1 << 15
+"""Of a prompt (8,192 tokens) from which on room is made in slices first: evicting for it at once would stall others."""
 SAMPLE: Final = 16
 """One turn in so many is timed step by step."""
 FEW_BYTES: Final = 1 << 16
@@ -56,6 +58,7 @@ class Connection:
         self._reader = Reader(server.settings.frame_bytes)
         self._backlog: deque[bytes | memoryview] = deque()
         self._batch: _Batch | None = None
+        self._postponed: messages.Allocate | None = None  # room is being made for it, a little at a time
         self._out = bytearray()
         self._held: bytearray | None = None  # replies, while the hub answers several clients
         self._pushes: dict[Hashable, messages.Push] = {}
@@ -108,6 +111,11 @@ class Connection:
             return
         decoded = perf_counter_ns() if began else 0
         now = monotonic()
+        if type(request) is messages.Allocate and len(request.tokens) > LONG_BYTES:
+            if server.makes_room(self, request, now):
+                self._postponed = request
+                self.pause_reading()
+                return
         reply = server.answer(self, request, now)
         applied = perf_counter_ns() if began else 0
         if reply is not None:
@@ -155,6 +163,13 @@ class Connection:
                 self.fault(fault)
                 return
             left -= 1
+            if (
+                type(request) is messages.Allocate
+                and len(request.tokens) > LONG_BYTES
+                and server.makes_room(self, request, now)
+            ):
+                self._postponed = request
+                break
             if type(request) is messages.Batch and server.takes_batch(self, request):
                 self._batch = _Batch(request)
                 continue
@@ -166,12 +181,37 @@ class Connection:
         server.after(self, now)
         if self._over():
             return
-        if self._batch is not None or backlog:
+        if self._postponed is not None:
+            self.pause_reading()
+        elif self._batch is not None or backlog:
             self.pause_reading()
             if not self._scheduled and not self._writing:
                 self._scheduled = True
                 server.loop.call_soon(self._turn)
         elif not self._writing:
+            self.resume_reading()
+
+    def go_on(self) -> None:
+        """There is room for the request that was postponed, or there will be none."""
+        request, self._postponed = self._postponed, None
+        if request is None or self._over():
+            return
+        now = monotonic()
+        reply = self.server.answer(self, request, now)
+        if reply is not None and not self.closed:
+            self.send(encode(reply))
+        self.server.after(self, now)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """After the socket took all, or a request that was postponed: what has come is served, or more is read."""
+        if self._over() or self._writing or self._postponed is not None:
+            return
+        if self._batch is not None or self._backlog:
+            if not self._scheduled:
+                self._scheduled = True
+                self.server.loop.call_soon(self._turn)
+        else:
             self.resume_reading()
 
     def _over(self) -> bool:
@@ -260,14 +300,7 @@ class Connection:
             self.end("done")
             return
         self._flush_pushes()
-        if self.closed or self._writing:
-            return
-        if self._batch is not None or self._backlog:
-            if not self._scheduled:
-                self._scheduled = True
-                self.server.loop.call_soon(self._turn)
-        else:
-            self.resume_reading()
+        self._read_on()
 
     def push(self, key: Hashable, message: messages.Push) -> None:
         """Tells the client, now or when its socket has room; of the same key only the latest."""
@@ -295,7 +328,7 @@ class Connection:
     @property
     def idle(self) -> bool:
         """Nothing has been asked that is not answered, and nothing answered that is not sent."""
-        return not self._out and not self._backlog and self._batch is None
+        return not self._out and not self._backlog and self._batch is None and self._postponed is None
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -335,7 +368,7 @@ class Connection:
         self._reading = self._writing = False
         self.sock.close()
         self._backlog.clear()
-        self._batch = None
+        self._batch = self._postponed = None
         self._pushes.clear()
         self._out.clear()
         self.server.disconnected(self, reason)

@@ -33,6 +33,7 @@ import structlog
 from kvslot import __version__
 from kvslot import allocator as core
 from kvslot.allocator import Life
+from kvslot.allocator.slots import FENCED
 from kvslot.api.wire import (
     BadRequest,
     Busy,
@@ -268,6 +269,51 @@ class Server:
     def _replenish_more(self) -> None:
         self._replenishing = False
         self.replenish()
+
+    def makes_room(self, connection: Connection, request: messages.Allocate, now: float) -> bool:
+        """Whether room is made for a long prompt first, in slices; `connection.go_on` is called when that is done.
+
+        Only what the verb would evict at once anyway, and what it will find is used first, so that this does not go.
+        """
+        member = connection.member
+        if (
+            member is None
+            or self.draining
+            or request.namespace not in member.roots
+            or len(request.tokens) & 3
+        ):
+            return False  # the verb says what is wrong
+        pool = member.hosted.core
+        runs, cell = pool.runs, pool.cell
+        need = len(request.tokens) >> 2
+        if pool.admission.busy or request.ticket or need <= runs.cells_free * cell or need > pool.usable:
+            return False
+        need -= pool.touch(request.namespace, request.tokens)
+        free = runs.cells_free * cell
+        if need <= free or need <= runs.total + pool.ledger.counts[FENCED]:
+            return False
+        if need + pool.watermark > runs.total + pool.tree.evictable:
+            return False  # it would wait anyway
+        self.loop.call_soon(self._make_room, connection, member, need // cell + 2, need)
+        return True
+
+    def _make_room(self, connection: Connection, member: Member, cells: int, left: int) -> None:
+        """A slice of making room: until there are so many cells, or `left` tokens have gone."""
+        if connection.closed:
+            return
+        pool = member.hosted.core
+        now = time.monotonic()
+        until = time.perf_counter_ns() + REPLENISH_NS
+        before = pool.evicted_tokens
+        while pool.replenish(now, goal=cells):
+            if pool.evicted_tokens - before > left:
+                break
+            if time.perf_counter_ns() >= until:
+                self.loop.call_soon(
+                    self._make_room, connection, member, cells, left - pool.evicted_tokens + before
+                )
+                return
+        connection.go_on()
 
     def _deliver(self, hosted: HostedPool, now: float) -> None:
         members = hosted.members

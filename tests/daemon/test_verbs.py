@@ -281,3 +281,38 @@ def test_control_verbs(daemon: Running, wire: Wire) -> None:
     assert isinstance(wire.call(messages.SetConfig, "stall_seconds", "7.5"), Done)
     assert wire.call(messages.SetConfig, "stall_seconds", "-7").code == errors.BadRequest.code
     assert wire.call(messages.SetConfig, "socket", "/elsewhere").code == errors.BadRequest.code
+
+
+def test_room_for_a_long_prompt_is_made_in_slices() -> None:
+    """A long prompt that has to evict is answered in order, finds what is cached of it, and others go on meanwhile."""
+    with running(pools=[{"blocks": 4001, "block_size": 16}]) as daemon:
+        with Wire(daemon.socket) as wire, Wire(daemon.socket) as other:
+            wire.hello(namespace=Namespace(tenant="long"))
+            other.hello(namespace=Namespace(tenant="short"))
+            half = tokens(20_000, 1 << 20)
+            wire.call(Allocate, wire.namespace, 1, half)
+            wire.call(Commit, 1, 20_000)
+            wire.call(Free, 1)
+            for index in range(2, 250):
+                verbs = [
+                    Allocate(0, wire.namespace, index, tokens(150, 1000 * index)),
+                    Commit(0, index, 150),
+                    Free(0, index),
+                ]
+                wire.call(Batch, verbs)
+            number = wire.next_id()
+            wire.send(Allocate(number, wire.namespace, 1, half + tokens(20_000, 1 << 24)))
+            wire.send(Probe(number + 1, wire.namespace, half))
+            assert other.call(Probe, other.namespace, tokens(5)).hit == 0
+            admitted, probed = wire.reply(), wire.reply()
+            assert isinstance(admitted, Admitted)
+            assert (admitted.id, admitted.hit) == (number, 20_000)
+            assert sum(admitted.extents[1::2]) == admitted.capacity
+            assert probed == Probed(number + 1, 19_999)
+            wire.number = number + 1
+            # Closed while room is being made: nothing is left of it.
+            wire.call(Free, 1)
+            assert isinstance(wire.call(Allocate, wire.namespace, 5, tokens(60_000, 1 << 26)), Admitted)
+            wire.call(Free, 5)
+        with Wire(daemon.socket) as control:
+            assert control.call(Audit).faults == []
