@@ -33,12 +33,12 @@ NAP_S: Final = 0.05
 
 _WORDS: Final = 32  # of a participant: two of them never share a cache line
 _HEAD: Final = 32
-_CURSOR, _STOP = range(2)
-_CLOCK, _NEED, _NEWS_AT, _FIRST_AT = range(4)
+_CURSOR, _STOP, _IN_SYSTEM = range(3)
+_CLOCK, _NEED, _NEWS_AT, _FIRST_AT, _GIVEN_AT = range(5)
 (
     _STATE, _ALERT, FREED, WRITTEN, DEALT, ADMITTED, PROMPT, HIT, REFUSALS, PSEUDO, PREEMPTED, FINISHED, PAINTED,
-    VERIFIED,
-) = range(8, 22)  # fmt: skip
+    VERIFIED, _GIVEN, _JOBS,
+) = range(8, 24)  # fmt: skip
 """Words of a participant that count; the parent reads them while things go on."""
 ACTS, IDLE, ENDED, DEAD = range(4)
 
@@ -74,6 +74,8 @@ class Board:
         """Per session: 0 nobody yet, else the client's number + 1."""
         self.done = whole[words + sessions : words + sessions + requests]
         """Per request: 1 once it has finished or was dropped."""
+        self.granted = whole[words + sessions + requests : words + sessions + 2 * requests]
+        """Per request (closed loop): 1 once it may run."""
         self._base = _HEAD + me * _WORDS
         self._bases = [_HEAD + each * _WORDS for each in range(len(bells))]
         self._other_bases = [self._bases[each] for each in self.others]
@@ -82,7 +84,7 @@ class Board:
 
     def close(self) -> None:
         """Ends the mapping."""
-        for view in (self._times, self._counts, self.owner, self.done):
+        for view in (self._times, self._counts, self.owner, self.done, self.granted):
             view.release()
         self._map.close()
 
@@ -103,15 +105,17 @@ class Board:
         self.promise(at)
         return not self._behind(at - self.window_s)
 
-    def turn(self, at: float, *, alert: bool, seen: int) -> bool:
-        """Waits until this participant may act at `at`; False: there is news (`alert`) that `seen` does not count."""
+    def turn(self, at: float, *, alert: bool, seen: int, given: int) -> bool:
+        """Waits until this participant may act at `at`.
+
+        False: it was given something to do that `given` does not count, or there is news (`alert`) beyond `seen`."""
         need = at - self.window_s
         counts, times, base = self._counts, self._times, self._base
         times[base + _NEED] = need
         counts[base + _ALERT] = alert
         try:
             while self._behind(need):
-                if alert and self.news() != seen:
+                if self.given() != given or (alert and self.news() != seen):
                     return False
                 self.nap(NAP_S)
         finally:
@@ -119,18 +123,18 @@ class Board:
             counts[base + _ALERT] = 0
         return True
 
-    def idle(self, seen: int, seconds: float) -> bool:
+    def idle(self, seconds: float, *, seen: int, given: int) -> bool:
         """Waits for news with nothing planned, holding nobody back; false where none came in `seconds`."""
         counts, base = self._counts, self._base
         counts[base + _ALERT] = 1
         counts[base + _STATE] = IDLE
         self.promise(math.inf)
         try:
-            if self.news() == seen:
+            if self.news() == seen and self.given() == given:
                 self.nap(seconds)
-            if self.news() == seen:
+            if self.news() == seen and self.given() == given:
                 return False
-            self.promise(self.news_at())
+            self.promise(self.told_at())
             return True
         finally:
             counts[base + _STATE] = ACTS
@@ -147,6 +151,9 @@ class Board:
         self._counts[base + _STATE] = DEAD
         self._times[base + _CLOCK] = math.inf
         self._times[base + _NEED] = math.nan
+        with self.dealing():
+            self._counts[_IN_SYSTEM] -= self._counts[base + _JOBS]
+            self._counts[base + _JOBS] = 0
         self.tell(FREED, self.slowest(), everybody=True)
 
     def stranded(self) -> bool:
@@ -207,6 +214,10 @@ class Board:
         """When the last news of anybody was."""
         return max(self._times[self._bases[other] + _NEWS_AT] for other in self.others)
 
+    def told_at(self) -> float:
+        """When the last news of anybody was, or the last thing was given to this participant."""
+        return max(self.news_at(), self._times[self._base + _GIVEN_AT])
+
     def add(self, what: int, amount: int) -> None:
         """Counts something of this participant's."""
         self._counts[self._base + what] += amount
@@ -243,6 +254,38 @@ class Board:
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
+    @property
+    def in_system(self) -> int:
+        """Requests that wait or run, of all clients (closed loop)."""
+        return self._counts[_IN_SYSTEM]
+
+    def least(self) -> int:
+        """The client with the fewest of them, the dead left out."""
+        counts = self._counts
+        bases = self._bases[:-1]
+        alive = [each for each, base in enumerate(bases) if counts[base + _STATE] != DEAD]
+        return min(alive, key=lambda each: counts[bases[each] + _JOBS])
+
+    def grant(self, request: int, client: int, now: float) -> None:
+        """The request may run (under `dealing`); its client is told."""
+        base = self._bases[client]
+        self.granted[request] = 1
+        self._counts[_IN_SYSTEM] += 1
+        self._counts[base + _JOBS] += 1
+        if client != self.me:
+            self._times[base + _GIVEN_AT] = now
+            self._counts[base + _GIVEN] += 1
+            self.ring(client)
+
+    def leave(self) -> None:
+        """One of this client's requests has left the system (under `dealing`)."""
+        self._counts[_IN_SYSTEM] -= 1
+        self._counts[self._base + _JOBS] -= 1
+
+    def given(self) -> int:
+        """How often another client has given this one something to do."""
+        return self._counts[self._base + _GIVEN]
+
     # -- bells -------------------------------------------------------------------------------------------------
 
     def ring(self, other: int) -> None:
@@ -276,7 +319,7 @@ class Board:
 
 def size_bytes(participants: int, sessions: int, requests: int) -> int:
     """Bytes that a board takes."""
-    return (_HEAD + participants * _WORDS) * 8 + sessions + requests
+    return (_HEAD + participants * _WORDS) * 8 + sessions + 2 * requests
 
 
 def make(clients: int, sessions: int, requests: int, window_s: float = WINDOW_S) -> Board:

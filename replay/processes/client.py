@@ -161,9 +161,10 @@ class ClientEngine(Engine):
         self, trace: Trace, config: ReplayConfig, policy: SocketPolicy, expander: Expander, board: Board
     ) -> None:
         clients = len(board.bells) - 1
-        share = config.live // clients + (board.me < config.live % clients)
-        alone = msgspec.structs.replace(config, live=max(1, share), engines=1)
-        super().__init__(trace, alone, [policy], expander, None)
+        super().__init__(trace, config, [policy], expander, None)
+        if self.clocked:
+            share = config.live // clients + (board.me < config.live % clients)
+            self.config = msgspec.structs.replace(config, live=share)
         self.clients = clients
         self.policy = policy
         self.board = board
@@ -180,9 +181,9 @@ class ClientEngine(Engine):
         """Parked until another client's request is done."""
         self.looked = 0
         """Requests below that were dealt with, whoever has them (closed loop)."""
-        self.taken = bytearray(len(trace))
+        self.ramps = -1
         self.spans: dict[int, int] = {}
-        self.seen = 0
+        self.seen = self.given = 0
         self.turns = 0
         self.before = (0, 0)
         """What the others had released and published when the line's head was last refused."""
@@ -194,12 +195,10 @@ class ClientEngine(Engine):
         if self.clocked:
             self._plan_arrival()
         elif self.mean_gap_s > 0:
-            self.allowed = 1 if self.me == 0 else 0
-            if self.allowed < self.config.live:
-                self._plan_ramp()
+            self._plan_ramp()
         waited = 0.0
         while True:
-            self.seen = board.news()
+            self.seen, self.given = board.news(), board.given()
             self._look_around()
             self._fill(self.now)
             while events and events[0][3] is not None and events[0][3].attempt != events[0][4]:
@@ -209,9 +208,9 @@ class ClientEngine(Engine):
                     break
                 self.policy.end_step()
                 began = time.monotonic()
-                if board.idle(self.seen, LOOK_S):
+                if board.idle(LOOK_S, seen=self.seen, given=self.given):
                     waited = 0.0
-                    self.now = max(self.now, board.news_at())
+                    self.now = max(self.now, board.told_at())
                     continue
                 waited = waited + time.monotonic() - began if board.stranded() else 0.0
                 if waited > STUCK_S and lane.queue:
@@ -222,7 +221,7 @@ class ClientEngine(Engine):
                 continue
             at = events[0][0]
             if not self._turn(at):
-                self.now = min(at, max(self.now, board.news_at()))
+                self.now = min(at, max(self.now, board.told_at()))
                 continue
             _, _, kind, job, _ = heappop(events)
             if kind == engines.RAMP and not self.jobs and self._over():
@@ -239,7 +238,7 @@ class ClientEngine(Engine):
         if at == self.now or board.turn_now(at):
             return True
         self.policy.end_step()
-        return board.turn(at, alert=self._hungry(), seen=self.seen)
+        return board.turn(at, alert=self._hungry(), seen=self.seen, given=self.given)
 
     def _look_around(self) -> None:
         """What the daemon and the others have said."""
@@ -265,9 +264,7 @@ class ClientEngine(Engine):
 
     def _hungry(self) -> bool:
         """Whether news could make this client act before what it has planned."""
-        if self.lane.blocked or self.foreign:
-            return True
-        return not self.clocked and len(self.jobs) < self.allowed and self.looked < len(self.trace)
+        return self.lane.blocked or bool(self.foreign) or bool(self.freed)
 
     def _over(self) -> bool:
         """Whether nothing is left to do, and nothing can come."""
@@ -311,28 +308,38 @@ class ClientEngine(Engine):
         self._plan_arrival()
 
     def _plan_ramp(self) -> None:
-        self._at((self.allowed * self.clients + self.me) * self.mean_gap_s, engines.RAMP, None)
+        """One more may be in the system after every `mean_gap_s`; the clients take turns to see to that."""
+        self.ramps += 1
+        number = self.ramps * self.clients + self.me
+        if number < self.config.live:
+            self._at(number * self.mean_gap_s, engines.RAMP, None)
 
     def _ramp(self, now: float) -> None:
-        self.allowed += 1
-        if self.allowed < self.config.live:
-            self._plan_ramp()
+        self._plan_ramp()
 
-    def _park(self, round_: int, request: int) -> bool:
-        trace, done = self.trace, self.board.done
+    def _waits_for(self, request: int) -> int:
+        """The request that it has to wait for; -1: none."""
+        trace, done, owner = self.trace, self.board.done, self.board.owner
         before = trace.previous[request]
         if before < 0 or done[before]:
             parent = trace.parent[request]
             if parent < 0 or done[parent] or trace.keep[request] <= trace.prompt_len[parent]:
-                return False
+                return -1
             before = parent
+        # What a client that died was to do will never be.
+        return -1 if self._dead(owner[trace.session[before]]) else before
+
+    def _dead(self, owner: int) -> bool:
+        return owner > 0 and self.board.state(owner - 1) == boards.DEAD
+
+    def _park(self, round_: int, request: int) -> bool:
+        before = self._waits_for(request)
+        if before < 0:
+            return False
         if self._mine(before):
             self.rounds[0].waiting.setdefault(before, []).append(request)
-            return True
-        owner = self.board.owner[trace.session[before]]
-        if owner and self.board.state(owner - 1) == boards.DEAD:
-            return False  # what it builds on will never be
-        self.foreign.append(request)
+        else:
+            self.foreign.append(request)
         return True
 
     def _ready(self, request: int) -> None:
@@ -342,38 +349,58 @@ class ClientEngine(Engine):
             heappush(self.freed, (0, request))
 
     def _pull(self, now: float) -> bool:
+        """Closed loop: the next request of the trace that waits for none goes to whom its session belongs to.
+
+        As in one process: `live` counts those of all clients together, and whoever has room made deals."""
         board, trace, owner = self.board, self.trace, self.board.owner
+        while not self._catch_up():
+            with board.dealing():
+                if board.in_system >= self._allowed(now):
+                    return False
+                if self.freed:
+                    _, request = heappop(self.freed)
+                    board.grant(request, self.me, now)
+                    self._enqueue(0, request)
+                    return True
+                request = board.cursor
+                found = False
+                while request < len(trace) and not found:
+                    session = trace.session[request]
+                    if not owner[session]:
+                        owner[session] = board.least() + 1
+                    found = self._waits_for(request) < 0 and not self._dead(owner[session])
+                    request += 1
+                board.cursor = request
+                if found:
+                    board.grant(request - 1, owner[trace.session[request - 1]] - 1, now)
+            if not found:
+                board.tell(boards.DEALT, now)
+                return self._catch_up()
+        return True
+
+    def _allowed(self, now: float) -> int:
+        """How many requests may be in the system, of all clients: the loop fills up."""
+        live = self.config.live
+        return live if self.mean_gap_s <= 0 else min(live, 1 + int(now / self.mean_gap_s + 1e-9))
+
+    def _catch_up(self) -> bool:
+        """Takes over what was dealt to this client since; true where any of it may run."""
+        trace, owner, granted = self.trace, self.board.owner, self.board.granted
+        passed = self.board.cursor
+        if self.looked >= passed:
+            return False
         mine = self.me + 1
-        passed = board.cursor
+        any_ = False
         for request in range(self.looked, passed):
-            # Passed by others, since its session is this client's.
-            if not self.taken[request] and owner[trace.session[request]] == mine:
-                self.taken[request] = 1
-                if not self._park(0, request):
-                    heappush(self.freed, (0, request))
-        self.looked = max(self.looked, passed)
-        if self.freed:
-            self._enqueue(*heappop(self.freed))
-            return True
-        others = found = False
-        with board.dealing():
-            request = board.cursor
-            while request < len(trace) and not found:
-                session = trace.session[request]
-                if not owner[session]:
-                    owner[session] = mine
-                if owner[session] == mine:
-                    self.taken[request] = 1
-                    found = not self._park(0, request)
-                else:
-                    others = True
-                request += 1
-            board.cursor = request
-        if others:
-            board.tell(boards.DEALT, now)
-        if found:
-            self._enqueue(0, request - 1)
-        return found
+            if owner[trace.session[request]] != mine:
+                continue
+            if granted[request]:
+                self._enqueue(0, request)
+                any_ = True
+            elif not self._park(0, request):
+                heappush(self.freed, (0, request))
+        self.looked = passed
+        return any_
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -425,6 +452,9 @@ class ClientEngine(Engine):
 
     def _done(self, job: Job) -> None:
         self.board.done[job.request] = 1
+        if not self.clocked:
+            with self.board.dealing():
+                self.board.leave()
         super()._done(job)
         self.board.tell(boards.FREED, self.now)
 
