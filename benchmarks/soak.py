@@ -518,9 +518,7 @@ def judge(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 when something is not as it should be."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvslot.benchmarks.soak", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m kvslot.benchmarks.soak", description=DESCRIPTION)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="how long (an hour)")
     parser.add_argument("--seed", type=int, default=0, help="of who comes when, and does what")
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"clients at a time ({WORKERS})")
