@@ -38,8 +38,9 @@ format: venv  ## lay out the code and mend what ruff can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-fuzz: venv  ## the simulation on fresh seeds (MINUTES=10, START=first seed)
+fuzz: venv  ## the simulation on fresh seeds, then bad frames and kills against a daemon (MINUTES=10 each, START=first seed)
 	$(PY) -I tests/simulation --minutes $(MINUTES) --start $(START) $(ARGS)
+	$(PY) -I tests/faults --minutes $(MINUTES) --start $(START)
 
 bench: venv  ## measured budgets (SUITE=core, rpc or memory)
 	@$(BIN)/kvslotctl bench $(SUITE) $(ARGS)

@@ -74,12 +74,12 @@ class Child:
 
 
 @contextmanager
-def child(work: Callable[[Callable[[Any], None]], None]) -> Iterator[Child]:
-    """A process that does `work`, then stays until it is killed; so it does at the latest when the block ends."""
+def child(work: Callable[[Callable[[Any], None]], None], *, seconds: int = 120) -> Iterator[Child]:
+    """A process that does `work`, and stays until it is killed: when the block ends, or at last by an alarm."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        _be(work, write)
+        _be(work, write, seconds)
     os.close(write)
     one = Child(pid, read)
     try:
@@ -88,12 +88,12 @@ def child(work: Callable[[Callable[[Any], None]], None]) -> Iterator[Child]:
         one.close()
 
 
-def _be(work: Callable[[Callable[[Any], None]], None], pipe: int) -> None:
+def _be(work: Callable[[Callable[[Any], None]], None], pipe: int, seconds: int) -> None:
     # Nothing a child does may reach the test runner's own code.
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(120)  # orphans end by themselves
+        signal.alarm(seconds)
         os.dup2(pipe, 3)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvslot.api.wire import VERSION, encode, messages
+from kvslot.api.wire import VERSION, SessionPage, encode, messages
 from kvslot.api.wire.messages import (
     Admitted,
     Allocate,
@@ -107,10 +107,11 @@ def _victim(path: Path, last: int, cut: int) -> Callable[[Callable[[Any], None]]
             assert not isinstance(reply, messages.Error) or name == "Release", (name, reply)
             if isinstance(reply, messages.Welcome):
                 wire.welcome = reply
-                wire.page = messages_page(wire)
+                wire.page = SessionPage(wire.descriptors[reply.descriptors.index("page")])
                 paint = Paint(wire, "shared")
             elif name == "Allocate":
                 assert paint is not None
+                assert isinstance(reply, Admitted)
                 paint.write(PROMPT, reply.extents, reply.hit)
             elif isinstance(reply, messages.Pinned):
                 seen["pin"] = reply.pin
@@ -118,14 +119,6 @@ def _victim(path: Path, last: int, cut: int) -> Callable[[Callable[[Any], None]]
                 seen["ticket"] = reply.ticket
 
     return work
-
-
-def messages_page(wire: Wire) -> Any:
-    """The session page of a Welcome that was asked for by hand."""
-    from kvslot.api.wire import SessionPage
-
-    assert wire.welcome is not None
-    return SessionPage(wire.descriptors[wire.welcome.descriptors.index("page")])
 
 
 class Witness:

@@ -239,7 +239,7 @@ def test_lying_pages_cost_their_own_session_alone(seed: int) -> None:
                         if rng.random() < 0.3:
                             os.eventfd_write(wire.descriptors[2], 1)
                         # Verbs that look at the page, alone and in a batch that goes on behind it, whole and in turns.
-                        behind = [
+                        behind: list[messages.Batchable] = [
                             Probe(0, wire.namespace, tokens(3)),
                             Free(0, 2, 1),
                             Commit(0, 1, 20),

@@ -188,7 +188,7 @@ def test_S37_numbers_that_are_none(daemon: Running, value: object) -> None:
 
 def test_S37_more_fields_than_we_know_are_left_alone(daemon: Running) -> None:
     """A later version's request: fields behind the known ones are skipped, whatever they hold."""
-    extra = [1.5, None, {"a": [1, {"b": b"c"}]}, 2**64 - 1, -1, "x" * 1000, [[]]]
+    extra: list[object] = [1.5, None, {"a": [1, {"b": b"c"}]}, 2**64 - 1, -1, "x" * 1000, [[]]]
     with Wire(daemon.socket) as wire:
         wire.hello(map=False)
         wire.sock.sendall(fuzzing.frame(fuzzing._pack([18, 77, *extra])))

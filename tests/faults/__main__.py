@@ -1,0 +1,108 @@
+"""Longer searches than the tests have time for, against a live daemon.
+
+python -I tests/faults --minutes 10 --start SEED     frames no client would send, seed by seed; then a client killed at
+                                                     every byte of every verb's frame, as far as the time goes
+python -I tests/faults --seed 4711                   one seed of frames again
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+import types
+from pathlib import Path
+
+BLOCK = 2_000
+GROWTH_KIB = 5 << 10
+
+
+def main(arguments: list[str] | None = None) -> int:
+    if "tests" not in sys.modules:
+        # Not the repository's root: from there rooms would load a second time under their short names.
+        tests = types.ModuleType("tests")
+        tests.__path__ = [str(Path(__file__).resolve().parents[1])]
+        sys.modules["tests"] = tests
+    parser = argparse.ArgumentParser(prog="faults", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--start", type=int, default=1_000_000, help="first seed (default %(default)s)")
+    parser.add_argument("--seed", type=int, help="one seed of frames, and no more")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        print(f"{_frames(options.seed, 0.0)} connections ended")
+        return 0
+    seconds = 60 * options.minutes
+    began = time.monotonic()
+    seeds = _frames(options.start, seconds / 2)
+    print(f"{seeds * BLOCK} frames from seed {options.start} on: the daemon is as it was", flush=True)
+    kills, verbs = _kills(began + seconds, options.start)
+    print(f"{kills} clients killed, at every byte of {verbs} verbs' frames: nothing is left of them")
+    return 0
+
+
+def _frames(start: int, seconds: float) -> int:
+    """Seeds from `start` on for so long, one at least; how many."""
+    actors = importlib.import_module("tests.faults.actors")
+    fuzzing = importlib.import_module("tests.faults.fuzzing")
+    running = importlib.import_module("tests.tools.daemon").running
+    with running(code=0) as daemon:
+
+        def work(tell: object) -> None:
+            for seed in range(-20, 0):
+                fuzzing.flood(daemon.socket, seed, 200)
+            seed = start
+            while True:
+                fuzzing.flood(daemon.socket, seed, BLOCK)
+                tell(seed)  # type: ignore[operator]
+                seed += 1
+
+        rss = 0
+        until = time.monotonic() + seconds
+        with actors.child(work, seconds=int(seconds) + 120) as sender:
+            seed = start - 1
+            while seed < start or time.monotonic() < until:
+                try:
+                    seed = sender.heard(120.0)
+                    rss = rss or daemon.rss_kib()
+                    assert daemon.rss_kib() - rss < GROWTH_KIB, f"{daemon.rss_kib() - rss} KiB more"
+                    actors.audit(daemon)
+                except BaseException:
+                    print(
+                        f"FAILED after seed {seed}; replay the next: python -I tests/faults --seed {seed + 1}"
+                    )
+                    print(daemon.text()[-4000:], flush=True)
+                    raise
+        actors.empty(daemon)
+    return int(seed) - start + 1
+
+
+def _kills(until: float, start: int) -> tuple[int, int]:
+    """Every byte of one verb's frame after the other, another first one each time; how many kills, and verbs."""
+    killing = importlib.import_module("tests.faults.killing")
+    running = importlib.import_module("tests.tools.daemon").running
+    kills = verbs = 0
+    steps = list(killing.STEPS)
+    with running(code=0) as daemon:
+        witness = killing.Witness(daemon)
+        for offset in range(len(steps)):
+            last = (start + offset) % len(steps)
+            cut, length = 1, 2
+            while cut <= length:
+                if time.monotonic() > until:
+                    witness.close()
+                    return kills, verbs
+                try:
+                    length = witness.kill(last, -cut)
+                except BaseException:
+                    print(f"FAILED at byte {cut} of {steps[last]!r}\n{daemon.text()[-4000:]}", flush=True)
+                    raise
+                cut += 1
+                kills += 1
+            verbs += 1
+        witness.close()
+    return kills, verbs
+
+
+if __name__ == "__main__":
+    sys.exit(main())
