@@ -1,13 +1,18 @@
-"""What the commands share: exit codes, the progress bar, and where `--json` goes."""
+"""What the commands share: exit codes, how wrong usage is told, the progress bar, and where `--json` goes."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import re
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -52,6 +57,55 @@ class Subparsers(Protocol):
     ) -> argparse.ArgumentParser: ...
 
 
+class Parser(argparse.ArgumentParser):
+    """Tells wrong usage in two lines: what is wrong and what was meant, and where the help is.
+
+    argparse prints the usage of the whole command, which for twenty options is a screenful, and lets the parser of
+    `kvslotctl` complain about options of its commands."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            wrong = next((word for word in extra if word.startswith("-") and len(word) > 1), extra[0])
+            name, mark, value = wrong.partition("=")
+            options = [option for action in self._actions for option in action.option_strings]
+            if not name.startswith("-"):
+                self.error(f"{wrong!r} is one argument too many")
+            hint = near(name, options)
+            self.error(
+                f"there is no option {name}" + (f"; did you mean {hint}{mark}{value}?" if hint else "")
+            )
+        return found, extra
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2."""
+        chosen = re.fullmatch(
+            r"(argument [^:]+): invalid choice: '([^']*)' \(choose from (.*)\)", message, re.DOTALL
+        )
+        if chosen is not None:
+            where, word, known = chosen.groups()
+            choices = [each.strip().strip("'") for each in known.split(",")]
+            hint = near(word, choices)
+            message = f"{where}: there is no {word!r}; " + (
+                f"did you mean {hint}?" if hint else f"there are {', '.join(choices)}"
+            )
+        message = re.sub(r"invalid \w+ value: ", "cannot take ", message)  # the name of a function of ours
+        self.exit(USAGE, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """What was meant, if anything is close enough; else ""."""
+    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else ""
+
+
+def several(number: int, one: str, many: str = "") -> str:
+    """ "1 request", "2,000 requests"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """`--json [FILE]`: machine-readable output, on stdout without FILE."""
     parser.add_argument(
@@ -64,17 +118,36 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_writable(where: str | None) -> None:
+    """Before the work whose result is to go there.  "-" and None are no files.  No folder is made: a typing error
+    should not leave one behind.  Raises OSError, with the name, if it could not be written."""
+    if where in (None, "-"):
+        return
+    path = Path(where)
+    problem = 0
+    if path.is_dir():
+        problem = errno.EISDIR
+    elif path.exists():
+        problem = 0 if os.access(path, os.W_OK) else errno.EACCES
+    elif not path.parent.exists():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {path.parent}; make it first", where)
+    elif not path.parent.is_dir():
+        problem = errno.ENOTDIR
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = errno.EACCES
+    if problem:
+        raise OSError(problem, os.strerror(problem), where)
+
+
 def write_json(data: bytes, where: str) -> None:
-    """To stdout for "-", else to that file, whose folder is made."""
+    """To stdout for "-", else to that file."""
     if where == "-":
         # As bytes: JSON is UTF-8 whatever the terminal speaks.
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    path = Path(where)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    Path(where).write_bytes(data)
 
 
 class Bar:

@@ -9,7 +9,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from kvslot.cli import _screen
+from kvslot.cli import _common, _screen
 from kvslot.replay import PHASES, Quantiles, ReplayResult, Row, Spread
 
 NOTHING_POINTS: Final = 0.5
@@ -18,9 +18,15 @@ NOTHING_POINTS: Final = 0.5
 SPREAD_POINTS: Final = 1.0
 """How far the hits and the fragmentation of real processes may lie from those of one process, in percentage points."""
 
+NOTHING_SHARE: Final = 0.1
+"""And what is measured or counted is called the same within a tenth."""
+
 NONE: Final = "-"
 
-LEGEND: Final = "a / b: mean / max over time; alloc_us: p50 / p99 / max; - : does not apply"
+LEGEND: Final = (
+    "a / b: mean / max over time; alloc_us: p50 / p99 / max; extents: pieces that a sequence's slots lie in; "
+    "live: sequences that run at once at most; - : does not apply"
+)
 
 LABEL_WIDTH: Final = 32
 COLUMN_WIDTH: Final = 19
@@ -137,12 +143,19 @@ def _table(rows: list[Row], *, both: bool) -> Table:
 
 
 def _caption(rows: list[Row]) -> str:
-    spans = sorted((row.end_s - row.start_s) / 3600 for row in rows)
-    first, last = f"{spans[0]:.2f}", f"{spans[-1]:.2f}"
+    spans = sorted(row.end_s - row.start_s for row in rows)
+    first, last = _time(spans[0]), _time(spans[-1])
     # Who refuses and finds less takes longer over the same requests.
-    hours = first if first == last else f"{first} to {last}"
-    words = f"{rows[0].requests:,} requests, {rows[0].prompt_tokens:,} prompt tokens, {hours} h simulated"
+    took = first if first == last else f"{first} to {last}"
+    requests = _common.several(rows[0].requests, "request")
+    words = f"{requests}, {_common.several(rows[0].prompt_tokens, 'prompt token')}, {took} simulated"
     return words + (" · slotted by real processes" if any(row.via == "socket" for row in rows) else "")
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.2f} h"
 
 
 def print_comparison(out: Console, result: ReplayResult) -> None:
@@ -252,20 +265,56 @@ def summary(result: ReplayResult) -> list[str]:
             lines.append(f"{where}: {_waste(ours, paged)}")
         if hashed is not None:
             lines.append(f"{where}: {_hits(ours, hashed)}")
-    gaps = {
-        row.trace: row
-        for row in reversed(result.rows)
-        if row.policy == "slotted" and row.phase == "all" and row.engines == 1 and row.hit_tokens_pct_optimum
-    }
-    for trace, row in reversed(gaps.items()):
-        assert row.hit_tokens_pct_optimum is not None
-        gap = row.hit_tokens_pct_optimum - row.hit_tokens_pct
-        if gap >= NOTHING_POINTS:
+        prices = [_cpu(ours, [paged, hashed, other("token")]), _pieces(ours, [paged, hashed])]
+        lines += [f"{where}: {price}" for price in prices if price]
+    gaps: dict[str, Row] = {}
+    for row in result.rows:
+        bound = row.hit_tokens_pct_optimum
+        if row.policy == "slotted" and row.phase == "all" and row.engines == 1 and bound:
+            before = gaps.get(row.trace)
+            if before is None or bound - row.hit_tokens_pct > _gap(before):
+                gaps[row.trace] = row
+    for trace, row in gaps.items():
+        if _gap(row) >= NOTHING_POINTS:
             lines.append(
-                f"{trace}: an eviction that knew the future would find {row.hit_tokens_pct_optimum:.1f} % of the "
-                f"prompt tokens, {row.eviction} with slots finds {row.hit_tokens_pct:.1f} %."
+                f"{trace}, blocks of {row.block_size}: an eviction that knew the future would find "
+                f"{row.hit_tokens_pct_optimum:.1f} % of the prompt tokens, {row.eviction} with slots finds "
+                f"{row.hit_tokens_pct:.1f} %."
             )
     return lines
+
+
+def _gap(row: Row) -> float:
+    return (row.hit_tokens_pct_optimum or 0.0) - row.hit_tokens_pct
+
+
+def _cpu(ours: Row, others: list[Row | None]) -> str:
+    """Bookkeeping against the cheapest other policy that shares; "" where it is no price."""
+    known = [row for row in others if row is not None and row.cpu_us_per_request > 0]
+    if not known:
+        return ""
+    best = min(known, key=lambda row: row.cpu_us_per_request)
+    if ours.cpu_us_per_request < best.cpu_us_per_request * (1 + NOTHING_SHARE):
+        return ""
+    how = " of the clients, the socket included" if ours.via == "socket" else ""
+    return (
+        f"PRICE: bookkeeping takes {ours.cpu_us_per_request:,.0f} us of CPU time a request{how}, "
+        f"{best.policy} {best.cpu_us_per_request:,.0f} us."
+    )
+
+
+def _pieces(ours: Row, others: list[Row | None]) -> str:
+    """Pieces that sequences lie in, against the policy with the fewest; "" where it is no price."""
+    known = [row for row in others if row is not None and row.extents_per_1k_tokens > 0]
+    if not known:
+        return ""
+    best = min(known, key=lambda row: row.extents_per_1k_tokens)
+    if ours.extents_per_1k_tokens < best.extents_per_1k_tokens * (1 + NOTHING_SHARE):
+        return ""
+    return (
+        f"PRICE: sequences lie in {ours.extents_per_1k_tokens:.1f} pieces per 1,000 tokens, under {best.policy} "
+        f"in {best.extents_per_1k_tokens:.1f}."
+    )
 
 
 def _waste(ours: Row, paged: Row) -> str:

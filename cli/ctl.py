@@ -38,7 +38,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, with every command this installation has."""
-    top = argparse.ArgumentParser(
+    top = _common.Parser(
         prog="kvslotctl",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvslot.cli import _common
 
@@ -34,6 +35,8 @@ EVICTIONS: Final = ("lru", "s3fifo", "gaps")
 """The core's, written out: building the parser loads no room.  A test compares."""
 
 DEMO_FOLDER: Final = Path("build/replay")
+
+Number = TypeVar("Number", int, float)
 
 
 def add(subparsers: _common.Subparsers) -> None:
@@ -106,10 +109,11 @@ def add(subparsers: _common.Subparsers) -> None:
     load.add_argument(
         "--hours", type=_positive, metavar="H", help="go round the trace with new sessions for H hours"
     )
-    load.add_argument(
+    clock = load.add_mutually_exclusive_group()
+    clock.add_argument(
         "--rate", type=_positive, metavar="R", help="R requests a second, Poisson, in place of the clock"
     )
-    load.add_argument(
+    clock.add_argument(
         "--closed-loop", action="store_true", help="no clock: as many requests as --live allows"
     )
     load.add_argument("--requests", type=_count, metavar="N", help="only the first N requests of a trace")
@@ -123,7 +127,7 @@ def add(subparsers: _common.Subparsers) -> None:
         metavar="S",
         help="closed loop: seconds to fill up (a mean request's time; 0: at once)",
     )
-    load.add_argument("--seed", type=int, default=0, metavar="N", help="for routing and --rate (0)")
+    load.add_argument("--seed", type=_seed, default=0, metavar="N", help="for routing and --rate (0)")
 
     real = parser.add_argument_group("real processes")
     real.add_argument(
@@ -157,34 +161,54 @@ def add(subparsers: _common.Subparsers) -> None:
         metavar="LIMIT",
         help="search for max_concurrent_sessions up to LIMIT (1024): some ten more runs each",
     )
+    parser.set_defaults(defaults=vars(parser.parse_args([])))
 
 
 def _count(text: str) -> int:
-    value = int(text.replace("_", ""))
+    value = _number(text, int, "a whole number")
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
 
 
+def _seed(text: str) -> int:
+    return _number(text, int, "a whole number")
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more and below 1")
     return value
+
+
+def _number(text: str, kind: Callable[[str], Number], what: str = "a number") -> Number:
+    """Says what to do about the likeliest mistake: a TRACE after an option that takes several values."""
+    try:
+        return kind(text)
+    except ValueError:
+        hint = "; name traces first, before the options" if _names_a_trace(text) else ""
+        raise argparse.ArgumentTypeError(f"{text} is not {what}{hint}") from None
+
+
+def _names_a_trace(text: str) -> bool:
+    from kvslot.replay import bundled
+
+    return text.endswith(".kvs.gz") or text in bundled()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -194,13 +218,14 @@ def run(arguments: argparse.Namespace) -> int:
     from kvslot.replay.processes import DaemonFault, ProcessFault
 
     try:
+        problem = _misused(arguments)
+        if problem:
+            return _usage(problem)
         if arguments.list:
             return _list()
-        if arguments.demo:
-            return _demo(arguments)
-        if not arguments.traces:
-            return _usage("name a TRACE, or ask for --demo or --list")
-        return _replay(arguments)
+        for where in (arguments.json, arguments.html):
+            _common.check_writable(where)
+        return _demo(arguments) if arguments.demo else _replay(arguments)
     except TraceError as error:
         print(f"kvslotctl replay: {error}", file=sys.stderr)
         return _common.BAD_INPUT
@@ -221,6 +246,45 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"kvslotctl replay: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
         return _common.BAD_INPUT
+
+
+VIA_SOCKET: Final = frozenset({"clients", "socket", "kill_client", "plant"})
+"""Options that mean something only where real processes take part."""
+DEMO_TAKES: Final = frozenset({"demo", "json", "html", "phases", "seed"}) | VIA_SOCKET
+"""What `--demo` heeds; its traces, policies and pools are its own."""
+
+
+def _misused(arguments: argparse.Namespace) -> str:
+    """What of the command line would be passed over in silence, and what to do about it; "" for nothing."""
+    given = [name for name, value in arguments.defaults.items() if getattr(arguments, name) != value]
+    for alone, takes in (("list", frozenset({"list"})), ("demo", DEMO_TAKES)):
+        more = [name for name in given if name not in takes]
+        if getattr(arguments, alone) and more:
+            what = "TRACE" if more[0] == "traces" else f"--{more[0].replace('_', '-')}"
+            return f"--{alone} takes no {what}; leave one of them out"
+    for option in ("json", "html"):
+        name = getattr(arguments, option)
+        if name not in (None, "-") and _names_a_trace(name):
+            return f"--{option} {name} would write a file of that name; name traces first, or write --{option}=./{name}"
+    if not arguments.traces and not arguments.demo and not arguments.list:
+        swallowed = [name for name in arguments.policy if _names_a_trace(name)]
+        if swallowed:
+            rest = [name for name in arguments.policy if name not in swallowed]
+            return (
+                f"{swallowed[0]} was taken for a policy; name traces first: "
+                f"kvslotctl replay {' '.join(swallowed)} --policy {' '.join(rest) or 'all'}"
+            )
+        return "name a TRACE, or ask for --demo or --list"
+    for name in given:
+        if name in VIA_SOCKET and arguments.via != "socket" and not arguments.demo:
+            return f"--{name.replace('_', '-')} is about real processes; give --via socket, too"
+    if arguments.engines == 1:
+        for name in ("routing", "sharing"):
+            if name in given:
+                return f"--{name} is about several engines; give --engines N, too"
+    if arguments.ramp is not None and arguments.rate is not None:
+        return "--ramp is about closed loops, and --rate is none; leave one of them out"
+    return ""
 
 
 def _usage(problem: str) -> int:
@@ -288,11 +352,11 @@ def _replay(arguments: argparse.Namespace) -> int:
         if keep:
             print(f"kvslotctl replay: {', '.join(keep)}: only lru, so lru it is", file=sys.stderr)
         cases: list[Case] = []
-        for name in arguments.traces:
-            trace = load(find(name))
+        for path in dict.fromkeys(find(name).resolve() for name in arguments.traces):
+            trace = load(path)
             if arguments.requests:
                 trace = trace.head(arguments.requests)
-            for block_size in arguments.block_size:
+            for block_size in dict.fromkeys(arguments.block_size):
                 base = _config(arguments, block_size)
                 if arguments.pool_tokens is None:
                     peak = peak_live_tokens(trace, base)
@@ -484,6 +548,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     out = console()
     as_json = Path(arguments.json) if arguments.json not in (None, "-") else DEMO_FOLDER / "demo.json"
     page = Path(arguments.html) if arguments.html else DEMO_FOLDER / "demo.html"
+    if DEMO_FOLDER in (as_json.parent, page.parent):
+        DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
     if arguments.json == "-":
         _common.write_json(result.to_json(), "-")
     else:

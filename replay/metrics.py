@@ -302,14 +302,13 @@ class ReplayResult(msgspec.Struct, kw_only=True):
         return msgspec.json.format(plain, indent=2) + b"\n"
 
     def write_json(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Into a folder that is there."""
         path.write_bytes(self.to_json())
 
     def write_html(self, path: Path) -> None:
         """One self-contained page: what was replayed, the tables, plots over time, pictures of the pool."""
         from kvslot.replay.report import write_html
 
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_html(path, self)
 
 

@@ -174,11 +174,16 @@ def bundled() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    """The file for a path or the name of a bundled trace.  Raises TraceNotFound."""
+    """The file for a path or the name of a bundled trace.  Raises TraceNotFound.
+
+    A bare name, without a slash or a suffix, is a bundled trace's first: a file of that name that happens to lie here
+    does not take its place."""
     path = Path(name)
+    known = bundled()
+    if "/" not in name and not path.suffix and name in known:
+        return known[name]
     if path.is_file():
         return path
-    known = bundled()
     found = known.get(name.removesuffix(SUFFIX))
     if found is not None:
         return found

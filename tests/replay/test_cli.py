@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvslot import allocator
@@ -87,7 +88,7 @@ def test_same_seed_same_json(trace_file: str, tmp_path: Path) -> None:
     """Two commands with the same seed write the same rows, but for what was measured on the clock."""
     results = []
     for name in ("a.json", "b.json"):
-        target = tmp_path / "new folder" / name
+        target = tmp_path / name
         argv = ["replay", trace_file, "--policy", "token", "--rate", "20", "--seed", "5", f"--json={target}"]
         assert ctl.main(argv) == 0
         results.append(rows(target.read_text()))
@@ -137,7 +138,18 @@ def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.Ca
         (["mtbench101_a", "--policy", ","], 2, "no policy is named"),
         (["mtbench101_a", "--policy", "hashed", "--pool-tokens", "1" + 20 * "0"], 2, "at most"),
         (["mtbench101_a", "--policy", "token", "--pool-tokens", "8"], 2, "two blocks of 16"),
-        (["mtbench101_a", "--policy", "token", "--requests", "5", "--json=/proc/none/x.json"], 3, "/proc"),
+        (["mtbench101_a", "--json=/proc/none/x.json"], 3, "/proc"),
+        (["mtbench101_a", "--html", "/proc/none/x.html"], 3, "no folder /proc/none"),
+        (["mtbench101_a", "--html", "/"], 3, "/: Is a directory"),
+        (["--demo", "mtbench101_a"], 2, "--demo takes no TRACE"),
+        (["--demo", "--policy", "token"], 2, "--demo takes no --policy"),
+        (["--demo", "--pool-tokens", "9"], 2, "--demo takes no --pool-tokens"),
+        (["--list", "mtbench101_a"], 2, "--list takes no TRACE"),
+        (["--policy", "slotted", "mtbench101_a"], 2, "kvslotctl replay mtbench101_a --policy slotted"),
+        (["mtbench101_a", "--json", "sgd_a"], 2, "name traces first"),
+        (["mtbench101_a", "--html", "sgd_a"], 2, "name traces first"),
+        (["mtbench101_a", "--routing", "random"], 2, "give --engines"),
+        (["mtbench101_a", "--rate", "1", "--ramp", "0"], 2, "leave one of them out"),
     ],
 )
 def test_what_goes_wrong_is_said_in_a_line_and_a_code(
@@ -148,6 +160,104 @@ def test_what_goes_wrong_is_said_in_a_line_and_a_code(
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["replay", "sgd_a", "--polcy", "token"], "no option --polcy; did you mean --policy?"),
+        (["replay", "--block-size", "16", "sgd_a"], "sgd_a is not a whole number; name traces first"),
+        (["replay", "sgd_a", "--seed", "x"], "x is not a whole number"),
+        (["replay", "sgd_a", "--rate", "1", "--closed-loop"], "not allowed with"),
+        (["replay", "sgd_a", "--eviction", "lur"], "did you mean lru?"),
+        (["repaly"], "did you mean replay?"),
+        (["status", "--scoket", "x"], "no option --scoket; did you mean --socket?"),
+        (["status", "too much"], "one argument too many"),
+        (["map", "--lines", "x"], "--lines"),
+        (["bench", "cor"], "did you mean core?"),
+        (["bench", "core", "--olny", "gc"], "did you mean --only?"),
+    ],
+)
+def test_wrong_usage_is_told_in_two_lines_that_say_what_was_meant(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No screenful of usage, no name of a function of ours, and the command's own help to go to."""
+    with pytest.raises(SystemExit) as caught:
+        ctl.main(argv)
+    assert caught.value.code == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert words in first
+    assert not re.search(r"_\w+ value", first)
+    assert second.startswith("See kvslotctl")
+    assert second.endswith("--help")
+
+
+def test_nothing_is_run_before_the_files_are_known_to_be_writable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A page that cannot be written is told at once, and no folder is made for it."""
+    from kvslot import replay
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(replay, "run_cases", never)
+    assert ctl.main(["replay", "mtbench101_a", f"--html={tmp_path}/none/page.html"]) == 3
+    assert ctl.main(["replay", "mtbench101_a", f"--json={tmp_path}/none/rows.json"]) == 3
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_bare_name_is_a_bundled_trace_even_where_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a slash or a suffix it is the file."""
+    from kvslot.replay import bundled, find
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sgd_a").write_text("not a trace")
+    (tmp_path / "sgd_a.kvs.gz").write_text("not a trace")
+    assert find("sgd_a") == bundled()["sgd_a"]
+    assert find("./sgd_a") == Path("./sgd_a")
+    assert find("sgd_a.kvs.gz") == Path("sgd_a.kvs.gz")
+
+
+def test_what_is_named_twice_is_replayed_once(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a trace nor a block size gives the same column twice."""
+    argv = ["replay", trace_file, trace_file, "--policy", "token", "--block-size", "16", "16", "--json"]
+    assert ctl.main(argv) == 0
+    assert [row["phase"] for row in rows(capsys.readouterr().out)].count("all") == 1
+
+
+def test_one_request_is_one_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a run of seconds did not take 0.00 h."""
+    path = write(tmp_path / "one.kvs.gz", LINES[:1])
+    assert ctl.main(["replay", str(path), "--policy", "token"]) == 0
+    out = capsys.readouterr().out
+    assert "1 request," in out
+    assert re.search(r"[1-9.] s simulated", out)
+
+
+def test_the_summary_tells_prices_too() -> None:
+    """More CPU time and more pieces than the cheapest are told beside the gains; what costs no more is not."""
+    from kvslot.cli._tables import summary
+
+    from ..report.synthetic import result
+
+    def made(cpu: float, pieces: float) -> list[str]:
+        found = result(block_sizes=(16,), phases=("all",))
+        found.rows[:] = [
+            msgspec.structs.replace(row, cpu_us_per_request=cpu, extents_per_1k_tokens=pieces)
+            if row.policy == "slotted"
+            else msgspec.structs.replace(row, cpu_us_per_request=50.0, extents_per_1k_tokens=10.0)
+            for row in found.rows
+        ]
+        return [line for line in summary(found) if "PRICE" in line]
+
+    cpu, pieces = made(119.0, 24.9)
+    assert "119 us" in cpu
+    assert "50 us" in cpu
+    assert "24.9 pieces" in pieces
+    assert made(50.0, 10.0) == []
 
 
 @pytest.mark.parametrize(
