@@ -29,6 +29,7 @@ from kvslot.api.wire import (
     Disconnected,
     KvslotError,
     Namespace,
+    OutOfTurn,
     PeerFault,
     Reader,
     Refused,
@@ -95,6 +96,7 @@ class AsyncSequence(Table):
         self._check()
         if self._spoiled is not None:
             raise self._spoiled
+        self._check_copies()
         client = self._client
         if length is None:
             length = self.length
@@ -132,6 +134,7 @@ class AsyncSequence(Table):
                     self._roll_back(keep_to)
                 else:
                     await client._settle(self)
+                    self._check_copies()
                     request = Trim(client._session.next_id(), self.id, 0, keep_to)
                     self._asked = SENT  # nothing else about its room, as long as this is under way
                     try:
@@ -153,6 +156,10 @@ class AsyncSequence(Table):
         request = Free(client._session.next_id(), self.id)
         client._session.forget(self, freed(self.id))
         await client._call(request, Done)
+
+    def _check_copies(self) -> None:
+        if self._copies:
+            raise OutOfTurn(f"sequence {self.id} has copies that are still to be made: see take_copies")
 
     def _ask(self) -> None:
         self._client._session.ask(self)
@@ -499,6 +506,7 @@ class AsyncClient(asyncio.Protocol):
     async def _fork(self, parent: AsyncSequence, length: int, ticket: int) -> AsyncSequence | Later:
         session = self._session
         await self._settle(parent)
+        parent._check_copies()
         child = AsyncSequence(self, session.next_sequence(), parent.namespace, parent.priority)
         batch = Batch(
             session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]

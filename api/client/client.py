@@ -77,6 +77,7 @@ from kvslot.api.wire.messages import (
 
 M = TypeVar("M", bound=msgspec.Struct)
 
+LAST_ID: Final = 2**63 - 1  # of a request whose reply nobody waits for
 UNHEARD: Final = -(1 << 62)  # there is no page that would tell of pushes: the socket is looked at every time
 WAIT_SECONDS: Final = 5.0  # longest sleep of a waiting call before it looks at its connection again
 
@@ -114,6 +115,46 @@ class Step:
             # What went wrong is told by `error`; the step is over all the same.
             with contextlib.suppress(KvslotError):
                 client.complete()
+
+
+class _Remains:
+    """What a client leaves behind.  Knows nothing of the client, so that it can be dealt with when that is gone."""
+
+    __slots__ = ("connection", "label", "page", "pid", "pool", "wake")
+
+    def __init__(self, connection: Connection, pool: PoolMemory, page: SessionPage | None, wake: int) -> None:
+        self.connection = connection
+        self.pool = pool
+        self.page = page
+        self.wake = wake
+        self.pid = os.getpid()
+        self.label = f"the Client of pool {pool.name!r} at {connection.path}"
+
+    def close(self, fault: KvslotError) -> None:
+        """Closes all but the mapping of the pool."""
+        self.connection.close(fault)
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+        close_all([self.wake])
+        self.wake = -1
+
+    def finalize(self) -> None:
+        """The client was let go without being closed: ends its session without waiting for anything, and warns."""
+        if os.getpid() != self.pid:
+            return
+        bye = self.connection.fault is None
+        try:
+            self.pool.close()
+        except BufferError:
+            bye = False  # a view is still alive: the slots stay aside until this process ends
+        if self.page is not None:
+            bye = bye and self.page.words[SUBMITTED] == self.page.words[COMPLETED]
+        if bye:
+            with contextlib.suppress(KvslotError):
+                self.connection.send(encode(messages.Bye(LAST_ID)))
+        self.close(Closed("the client was let go without being closed"))
+        warnings.warn(f"{self.label} was not closed", ResourceWarning, stacklevel=1)
 
 
 class Client:
@@ -186,6 +227,8 @@ class Client:
         first = time.monotonic_ns() if resume else 0  # what runs there already has other numbers
         self._session = Session(welcome.limits, welcome.pool.quantum, first)
         self._listen()
+        self._remains = _Remains(self._connection, self.pool, self._page, self._wake)
+        self._finalizer = weakref.finalize(self, self._remains.finalize)
         _clients.add(self)
 
     # -- opening ---------------------------------------------------------------------------------------------------
@@ -253,7 +296,8 @@ class Client:
             self._connection = lost
             raise StaleSession("the pool's memory is another one since: what was in it is lost")
         close_all([self._wake])
-        self._wake = descriptors.get("wake", -1)
+        self._remains.wake = self._wake = descriptors.get("wake", -1)
+        self._remains.connection = self._connection
         self._connection.frames_sent += lost.frames_sent
         self._connection.frames_received += lost.frames_received
         self._listen()
@@ -463,7 +507,7 @@ class Client:
             self._take_in(self._connection.receive())
 
     def take_copies(self) -> list[int]:
-        """Copies that any running sequence still needs before its next write (flat source, target, length, ...).
+        """Copies that running sequences need before they are read or written again (flat source, target, length, ...).
 
         They count as made from now on: make them, on the stream that writes (`pool.copy` does it with the CPU).
         """
@@ -532,20 +576,16 @@ class Client:
 
     def _end(self, *, bye: bool) -> None:
         connection = self._connection
-        if bye and connection.fault is None:
+        if bye and connection.fault is None and self._submitted == self._completed:
             with contextlib.suppress(KvslotError):
-                if self._submitted == self._completed:
-                    self._call(messages.Bye(self._session.next_id()), Done)
+                self._call(messages.Bye(self._session.next_id()), Done)
         self._closed = True
-        connection.close(Closed("the client was closed"))
-        connection.fault = fault = Closed("the client was closed")
+        fault = Closed("the client was closed")
         for table in list(self._session.sequences.values()):
             self._session.forget(table, fault)
-        if self._page is not None:
-            self._page.close()
-            self._page = None
-        close_all([self._wake])
-        self._wake = -1
+        self._finalizer.detach()
+        self._remains.close(fault)
+        connection.fault = fault
         _clients.discard(self)
 
     def __enter__(self) -> Self:
@@ -562,17 +602,6 @@ class Client:
             # The error's own traceback is likely to hold the view: it must not hide what went wrong.
             error.add_note(f"kvslot: {alive}; its slots come back when this process ends")
             self._end(bye=False)
-
-    def __del__(self) -> None:
-        if getattr(self, "_closed", True) or not hasattr(self, "_session") or os.getpid() != self._pid:
-            return
-        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
-        bye = True
-        try:
-            self.pool.close()
-        except BufferError:
-            bye = False  # a view is still alive: the slots stay aside until this process ends
-        self._end(bye=bye)
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -649,6 +678,8 @@ class Client:
             raise BadRequest(f"fork at {length}: the sequence has {parent.length} tokens")
         session = self._session
         self._settle(parent)
+        if parent._copies:
+            self._copy(parent)
         child = Sequence(self, session.next_sequence(), parent.namespace, parent.priority)
         batch = Batch(
             session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]
@@ -671,6 +702,13 @@ class Client:
         except PeerFault as fault:
             raise self._connection.broken(str(fault)) from fault
         return child
+
+    def _copy(self, table: Table) -> None:
+        """Makes a sequence's copies, since others are about to read what they copy to."""
+        if self.pool.mapped:
+            self.pool.copy(table.take_copies())
+        else:
+            raise OutOfTurn(f"sequence {table.id} has copies that are still to be made: see take_copies")
 
     def _catch_up(self) -> None:
         """Takes in the replies to calls that were interrupted, so that all that is known of sequences is so."""
@@ -791,16 +829,17 @@ class Client:
         if self._closed:
             return
         self._closed = True
+        self._finalizer.detach()
         fault = self._connection.forked()
         for table in list(self._session.sequences.values()):
             table._end(fault)
         self.pool.abandon()
         if self._page is not None:
             _inherited.append((self._page, self._words))
-            self._page = None
+            self._page = self._remains.page = None
             self._words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         close_all([self._wake])
-        self._wake = -1
+        self._wake = self._remains.wake = -1
 
 
 def _spoil(table: Table | None) -> None:

@@ -106,17 +106,32 @@ class Connection:
 
     def receive(self) -> messages.Outgoing:
         """The next message of the stream; waits for it."""
-        while not self._ready:
-            self._read(0)
-        return self._ready.popleft()
+        ready = self._ready
+        while not ready:
+            if self.fault is not None:
+                raise self.fault
+            try:
+                data = self._socket.recv(RECEIVE)
+            except OSError as error:
+                raise self.lost(_receive_trouble(error)) from error
+            self._take(data)
+        return ready.popleft()
 
     def poll(self) -> messages.Outgoing | None:
         """The next message if it is here already, else None; waits for nothing."""
-        if not self._ready:
-            self._read(socket.MSG_DONTWAIT)
-            if not self._ready:
-                return None
-        return self._ready.popleft()
+        ready = self._ready
+        if ready:
+            return ready.popleft()
+        if self.fault is not None:
+            raise self.fault
+        try:
+            data = self._socket.recv(RECEIVE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self.lost(_receive_trouble(error)) from error
+        self._take(data)
+        return ready.popleft() if ready else None
 
     def wait(self, seconds: float) -> bool:
         """Waits until there is something to receive, at most `seconds`; whether there is."""
@@ -208,17 +223,6 @@ class Connection:
         )
         self._socket.close()
         return self.fault
-
-    def _read(self, flags: int) -> None:
-        if self.fault is not None:
-            raise self.fault
-        try:
-            data = self._socket.recv(RECEIVE, flags)
-        except OSError as error:
-            if flags and isinstance(error, BlockingIOError):
-                return
-            raise self.lost(_receive_trouble(error)) from error
-        self._take(data)
 
     def _take(self, data: bytes) -> None:
         if not data:

@@ -83,6 +83,8 @@ class Sequence(Table):
         if self._spoiled is not None:
             raise self._spoiled
         client = self._client
+        if self._copies:
+            client._copy(self)  # nothing is published before it is there
         if length is None:
             length = self._finished(client._submitted, client._completed)
         if not 0 <= length <= self.length:
@@ -126,6 +128,8 @@ class Sequence(Table):
                 self._roll_back(keep_to)
             else:
                 client._settle(self)
+                if self._copies:
+                    client._copy(self)  # what they read may be given back by this
                 request = Trim(client._session.next_id(), self.id, 0, keep_to, step)
                 answer = client._call(request, Trimmed)
                 self._trimmed(keep_to, answer.capacity, answer.extents)

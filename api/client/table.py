@@ -158,7 +158,7 @@ class Table:
 
     @property
     def copies(self) -> list[int]:
-        """Flat source, target, length, ...: slots to be copied, in every plane, before the next write."""
+        """Flat source, target, length, ...: slots to be copied, in every plane, before the next read or write."""
         return self._copies
 
     @property
@@ -334,6 +334,9 @@ class Table:
         self._told = min(self._told, length)
         self._own_from = min(self._own_from, keep_to)
         self._cut(min(keep_to, self.capacity))
+        if self._copies:
+            # Those into slots that were given back must not be made: the slots may be another's by now.
+            self._copies = _copies_within(self._copies, self.extents)
         self._add(extents)
         self.capacity = keep_to + sum(extents[1::2])
         self._asked = SETTLED
@@ -380,6 +383,19 @@ class Table:
         length = self._slot + self._base
         self._slot = self._stop = -1
         self._base = length + 1
+
+
+def _copies_within(copies: list[int], extents: list[int]) -> list[int]:
+    """The part of `copies` whose targets lie in `extents`."""
+    out: list[int] = []
+    for i in range(0, len(copies), 3):
+        source, target, length = copies[i : i + 3]
+        for j in range(0, len(extents), 2):
+            low = max(target, extents[j])
+            high = min(target + length, extents[j] + extents[j + 1])
+            if low < high:
+                out += (source + low - target, low, high - low)
+    return out
 
 
 def freed(number: int) -> Ended:

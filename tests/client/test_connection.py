@@ -10,7 +10,16 @@ import pytest
 
 from kvslot import Client
 from kvslot.api.client import Control, Sequence
-from kvslot.api.wire import BadRequest, Disconnected, KvslotError, PeerFault, ShuttingDown, encode, messages
+from kvslot.api.wire import (
+    BadRequest,
+    Disconnected,
+    KvslotError,
+    OutOfTurn,
+    PeerFault,
+    ShuttingDown,
+    encode,
+    messages,
+)
 from kvslot.api.wire.messages import (
     Admitted,
     Allocate,
@@ -310,3 +319,16 @@ def test_control_skips_pushes() -> None:
             assert control.ping().boot == 7
         with pytest.raises(Disconnected, match="was closed"):
             control.ping()
+
+
+def test_nothing_is_published_before_it_is_copied() -> None:
+    """Where the client cannot make the copies itself, commit, fork and trim wait for whoever can."""
+    copying = on(Allocate, lambda r: Admitted(r.id, 0, 20, [16, 20], [40, 16, 3]))
+    with fake(copying) as (path, _), opened(path) as client:
+        sequence = client.allocate(range(10))
+        assert isinstance(sequence, Sequence)
+        for use in (sequence.commit, sequence.fork, lambda: sequence.trim(keep_to=5)):
+            with pytest.raises(OutOfTurn, match="take_copies"):
+                use()
+        assert client.take_copies() == [40, 16, 3]
+        sequence.commit(wait=False)

@@ -189,6 +189,18 @@ def test_an_answer_that_does_not_add_up_is_a_fault() -> None:
         table._trimmed(4, 5, [99, 2])
 
 
+def test_copies_into_what_was_given_back_are_not_made() -> None:
+    """After a roll-back only copies to slots that the sequence still has are left: the others may be another's by now."""
+    table = Asking()
+    table._begin(8, Admitted(1, 0, 8, [16, 8]))
+    table._grown(Grown(1, 4, 20, [40, 2, 60, 14], [20, 40, 2, 22, 60, 2]))
+    assert table.copies == [20, 40, 2, 22, 60, 2]
+    table._trimmed(5, 5, [])
+    assert table.take_copies() == [20, 40, 1]
+    table._trimmed(3, 3, [])
+    assert table.copies == []
+
+
 def test_an_ended_table_gives_no_slot() -> None:
     """However much room there was, an ended sequence has none, and says that it was freed."""
     table = Asking()
