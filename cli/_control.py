@@ -81,6 +81,10 @@ def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patienc
     )
 
     try:
+        _common.check_writable(arguments.json)
+    except OSError as error:
+        return fail(arguments, f"cannot write {arguments.json}: {error.strerror}", _common.BAD_INPUT)
+    try:
         with Control(arguments.socket, timeout=patience) as control:
             return act(control)
     except Denied as error:

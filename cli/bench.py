@@ -134,8 +134,15 @@ def _run(
     groups = arguments.only or list(known)
     wrong = [name for name in groups if name not in known]
     if wrong:
-        print(f"--only {wrong[0]}: there are {', '.join(known)}", file=sys.stderr)
+        hint = _common.near(wrong[0], known)
+        meant = f"did you mean {hint}?" if hint else f"there are {', '.join(known)}"
+        print(f"kvslotctl bench: --only {wrong[0]}: no such group; {meant}", file=sys.stderr)
         return _common.USAGE
+    try:
+        _common.check_writable(arguments.json)
+    except OSError as error:
+        print(f"kvslotctl bench: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
+        return _common.BAD_INPUT
     with _common.Bar() as bar:
         document = measure(groups, bar.report)
     if arguments.json is not None:

@@ -83,7 +83,7 @@ def test_json_is_nothing_but_json_and_says_who_made_it(
     document = json.loads(show(command, "--json"))
     assert list(document["meta"]) == ["command", "version", "socket", "time"]
     assert document["meta"]["command"] == command
-    file = tmp_path / "deep" / "out.json"
+    file = tmp_path / "out.json"
     table = show(command, f"--json={file}")
     assert json.loads(file.read_text())["meta"]["socket"] == str(tmp_path / "k.sock")
     assert "default" in table
