@@ -190,7 +190,7 @@ def test_an_answer_that_does_not_add_up_is_a_fault() -> None:
 
 
 def test_copies_into_what_was_given_back_are_not_made() -> None:
-    """After a roll-back only copies to slots that the sequence still has are left: the others may be another's by now."""
+    """After a roll-back only copies to slots that the sequence still has are left: others may be another's by now."""
     table = Asking()
     table._begin(8, Admitted(1, 0, 8, [16, 8]))
     table._grown(Grown(1, 4, 20, [40, 2, 60, 14], [20, 40, 2, 22, 60, 2]))
