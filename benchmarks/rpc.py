@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 
 from kvslot.api.client import Client
 from kvslot.api.wire import Namespace
+from kvslot.benchmarks.paths import hold
 from kvslot.benchmarks.report import Document, Meta, Result, meta, result
 from kvslot.benchmarks.rig import (
     ALLOCATE,
@@ -59,7 +60,6 @@ from kvslot.benchmarks.rig import (
 )
 from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
 from kvslot.benchmarks.traffic import Shape, noise, text, turns
-from kvslot.benchmarks.victim import hold
 
 GROUPS: Final = ("one", "python", "append", "open", "saturated", "large", "batch", "death")
 """In the order they run; the later ones leave the pool more broken up than chats do."""
@@ -97,7 +97,7 @@ class Size(NamedTuple):
     large_seconds: float = 2.0
     death_paths: int = 100_000
     death_depth: int = 10
-    deaths: int = 5
+    deaths: int = 7
     python_samples: int = 6_000
     steps: int = 400
 
