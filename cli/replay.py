@@ -91,6 +91,13 @@ def add(subparsers: _common.Subparsers) -> None:
     what.add_argument(
         "--unsplit", action="store_true", help="slotted never splits a piece to fill a hole, for comparison"
     )
+    what.add_argument(
+        "--page",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="slotted, for kernels that read whole pages of N slots: what is put together anew is copied_tokens (1)",
+    )
     what.add_argument("--engines", type=_count, default=1, metavar="N", help="engines that take requests (1)")
     what.add_argument(
         "--routing", choices=("sticky", "random"), default="sticky", help="who takes a request (sticky)"
@@ -278,6 +285,13 @@ def _misused(arguments: argparse.Namespace) -> str:
     for name in given:
         if name in VIA_SOCKET and arguments.via != "socket" and not arguments.demo:
             return f"--{name.replace('_', '-')} is about real processes; give --via socket, too"
+    if arguments.via == "socket" and arguments.page > 1:
+        return "--page is for replays in this process; leave --via socket out"
+    only_slotted = [name for name in ("page", "unsplit") if name in given]
+    if only_slotted and not {"slotted", "all"} & {
+        part for name in arguments.policy for part in name.split(",")
+    }:
+        return f"--{only_slotted[0]} is slotted's alone; give --policy slotted, too"
     if arguments.engines == 1:
         for name in ("routing", "sharing"):
             if name in given:
@@ -426,6 +440,7 @@ def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
         routing=arguments.routing,
         eviction=arguments.eviction,
         fill_holes=not arguments.unsplit,
+        page=arguments.page,
         watermark=arguments.watermark,
         prefill_us=arguments.prefill_us,
         decode_ms=arguments.decode_ms,
@@ -458,6 +473,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
         "routing",
         "eviction",
         "unsplit",
+        "page",
         "watermark",
         "prefill_us",
         "decode_ms",

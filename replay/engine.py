@@ -99,6 +99,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     fill_holes: bool = True
     """`slotted` only; False: no piece is ever split to fill a hole."""
+    page: int = 1
+    """`slotted` only: slots of the pages that kernels read whole."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -115,6 +117,10 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         need(
             self.pool_tokens >= 2 * self.block_size * (self.engines if self.sharing == "partitioned" else 1),
             f"pool_tokens is {self.pool_tokens}; a pool has at least two blocks of {self.block_size}",
+        )
+        need(
+            self.page >= 1 and self.block_size % self.page == 0,
+            f"page is {self.page}; it must divide the block size, {self.block_size}",
         )
         need(self.hours is None or 0 < self.hours < 1e6, f"hours is {self.hours}; it must be above 0")
         need(self.rate is None or 0 < self.rate < 1e6, f"rate is {self.rate}; it must be above 0")
@@ -752,6 +758,7 @@ def replay(
                 max_length=trace.max_length,
                 engine_count=config.engines if count == 1 else 1,
                 fill_holes=config.fill_holes,
+                page=config.page,
             ),
         )
         for _ in range(count)

@@ -44,6 +44,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     fill_holes: bool = True
     """`slotted` only: False tells the core never to split a piece to fill a hole, the measure that splitting is
     judged by.  The others never split that way."""
+    page: int = 1
+    """`slotted` only: slots of the pages that engines' kernels read whole; it divides the block size."""
 
 
 class Admitted(NamedTuple):

@@ -56,7 +56,7 @@ class SlottedPolicy:
         except BadRequest as error:
             raise ValueError(str(error)) from None
         self._root = self.pool.open_space(Space())
-        self._sessions = [self.pool.open_session() for _ in range(config.engine_count)]
+        self._sessions = [self.pool.open_session(page=config.page) for _ in range(config.engine_count)]
         self._live: dict[int, tuple[Session, int, int]] = {}
         self._requests: dict[int, int] = {}
         """Sequence -> request."""

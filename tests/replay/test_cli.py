@@ -149,6 +149,9 @@ def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.Ca
         (["mtbench101_a", "--json", "sgd_a"], 2, "name traces first"),
         (["mtbench101_a", "--html", "sgd_a"], 2, "name traces first"),
         (["mtbench101_a", "--routing", "random"], 2, "give --engines"),
+        (["mtbench101_a", "--clients", "2"], 2, "give --via socket"),
+        (["mtbench101_a", "--page", "4", "--policy", "token"], 2, "give --policy slotted"),
+        (["mtbench101_a", "--page", "3"], 2, "divide the block size"),
         (["mtbench101_a", "--rate", "1", "--ramp", "0"], 2, "leave one of them out"),
     ],
 )
@@ -226,6 +229,18 @@ def test_what_is_named_twice_is_replayed_once(trace_file: str, capsys: pytest.Ca
     argv = ["replay", trace_file, trace_file, "--policy", "token", "--block-size", "16", "16", "--json"]
     assert ctl.main(argv) == 0
     assert [row["phase"] for row in rows(capsys.readouterr().out)].count("all") == 1
+
+
+def test_pages_cost_copies(trace_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--page N: where requests part inside a page it is put together anew; the hits are those of single slots."""
+    argv = ["replay", trace_file, "--policy", "slotted", "--pool-tokens", "2000", "--json", "--page"]
+    found = []
+    for page in ("1", "8"):
+        assert ctl.main([*argv, page]) == 0
+        found.append(rows(capsys.readouterr().out)[0])
+    assert found[0]["copied_tokens"] == 0
+    assert found[1]["copied_tokens"] > 0
+    assert found[0]["hit_tokens"] == found[1]["hit_tokens"]
 
 
 def test_one_request_is_one_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
