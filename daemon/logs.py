@@ -81,10 +81,11 @@ def lost() -> int:
 class _Told:
     """When an event was last logged, and how often it has come since."""
 
-    __slots__ = ("suppressed", "when")
+    __slots__ = ("count", "suppressed", "when")
 
     def __init__(self, when: float) -> None:
         self.when = when
+        self.count = 0
         self.suppressed = 0
 
 
@@ -105,6 +106,26 @@ def limited(logger: Any, event: str, period_s: float, *, level: str = "warning",
     suppressed, told.suppressed, told.when = told.suppressed, 0, now
     if suppressed:
         fields["suppressed"] = suppressed
+    getattr(logger, level)(event, **fields)
+    return True
+
+
+def sparing(logger: Any, event: str, most: int, *, level: str = "info", **fields: Any) -> bool:
+    """Logs `event` at most `most` times a second, for facts that are one each; otherwise as `limited`."""
+    now = time.monotonic()
+    told = _told.get(event)
+    if told is None:
+        if len(_told) >= KEYS_MAX:
+            _told.clear()
+        told = _told[event] = _Told(now)
+    if now - told.when >= 1.0:
+        told.when, told.count = now, 0
+    told.count += 1
+    if told.count > most:
+        told.suppressed += 1
+        return False
+    if told.suppressed:
+        fields["suppressed"], told.suppressed = told.suppressed, 0
     getattr(logger, level)(event, **fields)
     return True
 
@@ -218,4 +239,4 @@ class _Library(logging.Handler):
         getattr(log, level)("library", logger=record.name, message=record.getMessage(), **fields)
 
 
-__all__ = ["LEVELS", "limited", "lost", "set_level", "set_up", "tell_suppressed"]
+__all__ = ["LEVELS", "limited", "lost", "set_level", "set_up", "sparing", "tell_suppressed"]

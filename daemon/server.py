@@ -54,7 +54,7 @@ from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
 from kvslot.daemon.hub import Hub
 from kvslot.daemon.latency import Latency
-from kvslot.daemon.logs import limited
+from kvslot.daemon.logs import limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
@@ -78,6 +78,8 @@ CHANGEABLE: Final = (
 """Settings that SetConfig changes: those that are looked at anew each time."""
 DESCRIPTORS_ALL: Final = 1 << 20
 """Beyond any number that is in use; closing a range is one system call."""
+SESSION_LINES: Final = 50
+"""Of one kind a second: a client that comes and goes all the time fills no disk."""
 ACCEPTS: Final = 16
 """Of one turn, so that a crowd at the door does not hold up those inside."""
 
@@ -281,6 +283,10 @@ class Server:
             or self.draining
             or request.namespace not in member.roots
             or len(request.tokens) & 3
+            or not request.id
+            or request.sequence in member.sequences
+            or len(member.sequences) >= self.settings.sequences_max
+            or member.session.owes
         ):
             return False  # the verb says what is wrong
         pool = member.hosted.core
@@ -292,6 +298,8 @@ class Server:
         free = runs.cells_free * cell
         if need <= free or need <= runs.total + pool.ledger.counts[FENCED]:
             return False
+        if need > member.session.quota_left():
+            return False  # nobody else's cache is emptied for what will be refused
         if need + pool.watermark > runs.total + pool.tree.evictable:
             return False  # it would wait anyway
         self.loop.call_soon(self._make_room, connection, member, need // cell + 2, need)
@@ -460,8 +468,10 @@ class Server:
             self.loop.add_reader(member.pidfd, self._process_ended, member)
         if member.wake >= 0:
             self.loop.add_reader(member.wake, self._rung, member)
-        log.info(
+        sparing(
+            log,
             "session_opened",
+            SESSION_LINES,
             session=member.number,
             name=member.name,
             pool=member.hosted.name,
@@ -482,13 +492,13 @@ class Server:
             if name is not None:
                 left = max(0, int((deadline - now) * 1e3))
                 connection.push(("preempt", name), messages.Preempt(name, left))
-        log.info("session_resumed", session=member.number, pid=member.peer.pid)
+        sparing(log, "session_resumed", SESSION_LINES, session=member.number, pid=member.peer.pid)
 
     def left(self, connection: Connection, member: Member) -> None:
         """Bye: nothing more comes from this connection."""
         connection.member = None
         member.connection = None
-        log.info("session_ended", session=member.number, reason="bye")
+        sparing(log, "session_ended", SESSION_LINES, session=member.number, reason="bye")
         self._start_sweep()
         self.loop.call_soon(connection.finish)
 
@@ -509,8 +519,11 @@ class Server:
         member.hosted.core.lose(session)
         member.hosted.fencing.discard(member)
         proven = not member.mapped or member.process_ended()
-        log.warning(
+        sparing(
+            log,
             "session_lost",
+            SESSION_LINES,
+            level="warning",
             session=member.number,
             name=member.name,
             pid=member.peer.pid,
@@ -538,7 +551,7 @@ class Server:
             # A child may still hold the socket open.
             member.connection.end("its process has ended")
         else:
-            log.info("process_ended", session=member.number, pid=member.peer.pid)
+            sparing(log, "process_ended", SESSION_LINES, session=member.number, pid=member.peer.pid)
             self.proven_gone(member)
 
     def _start_sweep(self) -> None:
@@ -593,7 +606,7 @@ class Server:
         member.close()
         self._graves += [member.sequences, member.by_handle]
         member.sequences, member.by_handle = {}, {}
-        log.info("session_gone", session=member.number)
+        sparing(log, "session_gone", SESSION_LINES, session=member.number)
         self._look_whether_drained()
 
     def faulted(self, connection: Connection, fault: PeerFault) -> None:

@@ -338,3 +338,38 @@ def test_S05_looked_up_then_evicted(daemon: Running) -> None:
                     assert not mine.wrong(prompt, again.extents, 99)
                 wire.call(Free, 1)
         wire.call(Evict, 1 << 20)
+
+
+def test_S65_clients_that_come_and_go_fill_no_disk(other_daemon: Running) -> None:
+    """A thousand short sessions: so many lines a second of each kind, and how many were left out."""
+    daemon = other_daemon
+    began = time.monotonic()
+    for _ in range(1000):
+        with Wire(daemon.socket) as wire:
+            wire.hello(map=False)
+    seconds = time.monotonic() - began
+    daemon.stop()
+    told = [event for event in events(daemon) if event["event"] == "session_opened"]
+    assert len(told) <= 50 * (seconds + 2)
+    left_out = sum(each.get("suppressed", 0) for each in told)
+    left_out += sum(each.get("session_opened", 0) for each in events(daemon) if each["event"] == "suppressed")
+    assert len(told) + left_out == 1000
+
+
+def test_a_quota_empties_nobodys_cache() -> None:
+    """A long prompt beyond its session's quota is refused before anything is evicted for it; so is one that runs."""
+    with (
+        running(pools=[{"blocks": 2049}]) as daemon,
+        Wire(daemon.socket) as wire,
+        Wire(daemon.socket) as small,
+    ):
+        wire.hello(map=False)
+        prompt = tokens(30_000)
+        wire.call(Allocate, wire.namespace, 1, prompt)
+        wire.call(Commit, 1, 30_000)
+        wire.call(Free, 1)
+        small.hello(map=False, quota=100, namespace=Namespace(tenant="small"))
+        assert isinstance(small.call(Allocate, small.namespace, 1, tokens(20_000, 50_000)), Never)
+        assert isinstance(small.call(Allocate, small.namespace, 1, tokens(20)), Admitted)
+        assert small.call(Allocate, small.namespace, 1, tokens(20_000, 50_000)).code == errors.Exists.code
+        assert wire.call(Probe, wire.namespace, prompt).hit == 29_999
