@@ -3,8 +3,9 @@
     LIST of commands  ->  one process each, the longest last  ->  results/SECTION.json  ->  docs/results.md
 
 Each entry of the list is a command that anybody can type.  What it printed as JSON is kept beside the command, the
-version, the machine and a digest of the code that gave it; the document is rendered from what is kept and from nothing
-else (`results_page.py`), so that figures and prose cannot drift from the rows.
+version, the machine and a digest of the code that gave it (`--stale` lists what other code gave); the document is
+rendered from what is kept and from nothing else (`results_page.py`), so that figures and prose cannot drift from the
+rows.
 
 A run can be stopped and taken up again: commands that are kept for this version are passed over.  `--changed` measures
 again what other code gave.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -263,6 +264,42 @@ def run(wanted: Sequence[Command], *, changed: bool, most_s: float, patience_s: 
     return failures
 
 
+def stale(kept: Mapping[str, Entry], code: str) -> dict[str, list[str]]:
+    """Section -> what there is to measure again, as "COMMAND (why)", for all sections, in the list's order."""
+    found: dict[str, list[str]] = {}
+    for command in listed():
+        lines = found.setdefault(command.section, [])
+        entry = kept.get(command.text)
+        if entry is None:
+            lines.append(f"{command.text} (not measured)")
+        elif entry.failed:
+            lines.append(f"{command.text} (failed: {entry.failed})")
+        elif entry.version != __version__:
+            lines.append(f"{command.text} (version {entry.version})")
+        elif entry.code != code:
+            lines.append(f"{command.text} (code {entry.code})")
+    return found
+
+
+def tell_stale(kept: Mapping[str, Entry], *, commands: bool) -> int:
+    """Print which sections are not of today's code, with their commands if asked for; how many sections."""
+    code = digest()
+    found = stale(kept, code)
+    whole = dict.fromkeys(found, 0)
+    for command in listed():
+        whole[command.section] += 1
+    print(f"code {code}, version {__version__}")
+    for section, lines in found.items():
+        state = f"STALE: {len(lines)} of {whole[section]} commands" if lines else "up to date"
+        print(f"  {section:10} {state}")
+        if commands:
+            print("".join(f"    {line}\n" for line in lines), end="")
+    again = [section for section, lines in found.items() if lines]
+    if again:
+        print(f"again: python -Im kvslot.benchmarks.results --changed --only {' '.join(again)}")
+    return len(again)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     from kvslot.benchmarks.results_page import render
@@ -271,6 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="kvslot.benchmarks.results", description="Measure what docs/results.md says, and write it."
     )
     parser.add_argument("--list", action="store_true", help="print the commands and leave")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="print what other code gave, or nothing has, and leave; exit code 1 if there is such a thing",
+    )
     parser.add_argument("--render", action="store_true", help="only write the document from what is kept")
     parser.add_argument("--only", nargs="+", metavar="SECTION", help="traces, sizes, cost, ...")
     parser.add_argument("--changed", action="store_true", help="again what other code gave")
@@ -285,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(command.text for command in wanted))
         return 0
+    if arguments.stale:
+        return 1 if tell_stale(load(), commands=True) else 0
     failures = 0
     if not arguments.render:
         os.nice(NICENESS)
@@ -294,6 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(render(load()), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
+    tell_stale(load(), commands=False)
     return 1 if failures else 0
 
 

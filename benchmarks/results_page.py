@@ -310,7 +310,7 @@ def _trace_findings(found: Mapping[str, Mapping[str, Row]]) -> Iterable[str]:
     yield (
         f"Against `token`, which finds every token as well: {listing(waited)} points because `slotted` lets "
         "a request wait while another one computes the same prefix (what can be found at best rises as "
-        f"much; the others, and the optimum, compute it twice); {listing(other)} because other tokens were "
+        f"much; the others compute it twice); {listing(other)} because other tokens were "
         f"evicted; the rest within {POINTS:g}."
     )
     refused = [
@@ -597,12 +597,14 @@ def eviction(kept: Kept) -> list[str]:
             quiet.append(trace)
             continue
         best = base.hit_tokens_pct_optimum
+        beaten = "†" if best is not None and base.hit_tokens_pct > best + 0.005 else ""
         title = f"{trace}, {base.pool_tokens:,} slots"
         cells = []
         for policy, row in zip(EVICTIONS[1:], rows[1:], strict=True):
             if row is None:
                 cells += ["-", "-"]
                 continue
+            over = "†" if best is not None and row.hit_tokens_pct > best + 0.005 else ""
             gain = row.hit_tokens_pct - base.hit_tokens_pct
             room = None if best is None else best - base.hit_tokens_pct
             share = gain / room if room and room >= POINTS else None
@@ -610,9 +612,15 @@ def eviction(kept: Kept) -> list[str]:
                 closed.setdefault(policy, []).append((share, title))
             if gain <= -0.1:
                 worse.setdefault(policy, []).append(f"{title} {signed(gain)}")
-            cells += [f"{number(row.hit_tokens_pct)}", "-" if share is None else percent(share)]
+            cells += [f"{number(row.hit_tokens_pct)}{over}", "-" if share is None else percent(share)]
         lines.append(
-            (title, number(base.hit_tokens_pct_ideal), number(best), number(base.hit_tokens_pct), *cells)
+            (
+                title,
+                number(base.hit_tokens_pct_ideal),
+                number(best),
+                number(base.hit_tokens_pct) + beaten,
+                *cells,
+            )
         )
     findings: list[str] = []
     first = cases[0][1][0]
@@ -637,10 +645,10 @@ def eviction(kept: Kept) -> list[str]:
             f"Not listed, since eviction costs them less than 0.5 % of the prompt tokens: {listing(quiet)}."
         )
     said = prose(
-        "Hits in % under `slotted`, by order of eviction. *Ideal* never evicts; the *optimum* knows the "
-        "rest of the trace (next use), in a pool of the same size, and does not wait for prefixes that are "
-        "being computed, so that a policy may find a little more than it. *Closed*: how much of the way "
-        "from LRU to the optimum."
+        "Hits in % under `slotted`, by order of eviction. *Ideal* never evicts; the *optimum* knows all that "
+        "is to come, in a pool of the same size and with the admissions of the run under LRU: a bound for LRU, "
+        "and nearly one for the other orders, which admit a little differently (figures above it are marked †). "
+        "*Closed*: how much of the way from LRU to the optimum."
     )
     titles = ["trace, pool", "ideal", "optimum", "lru"]
     for policy in EVICTIONS[1:]:
@@ -1027,10 +1035,12 @@ def render(entries: Mapping[str, Entry]) -> str:
         *_origin(entries, commands),
     ]
     out += in_short(kept)
+    codes = _codes(entries[command.text] for command in commands if command.text in entries)
     for index, (section, title, page) in enumerate(SECTIONS, 1):
         out += [f"## {index}. {title}", ""]
         mine = [command for command in commands if command.section == section]
         out += _missing(mine, entries)
+        out += _code(mine, entries, several_codes=len(codes) > 1)
         out += page(kept)
     out += _commands(commands, entries)
     return "\n".join(out).rstrip("\n") + "\n"
@@ -1044,12 +1054,14 @@ def _origin(entries: Mapping[str, Entry], commands: Sequence[Command]) -> list[s
         f"{e.machine.get('cpu')}, {e.machine.get('cores')} cores, {e.machine.get('memory_gib')} GiB"
         for e in mine
     }
-    codes: dict[str, int] = {}
-    for entry in mine:
-        codes[entry.code] = codes.get(entry.code, 0) + 1
-    shown = sorted(codes.items(), key=lambda item: (-item[1], item[0]))
+    codes = _codes(mine)
     versions = listing(sorted({entry.version for entry in mine}))
-    digests = listing(f"{code} ({several(count, 'command')})" for code, count in shown)
+    digests = _digests(codes)
+    if len(codes) > 1:
+        digests += (
+            ". **Not all of it was measured with the same code**: each section says which, and where two sections "
+            "tell of the same run their figures may differ"
+        )
     minutes = sum(entry.wall_s for entry in mine) / 60
     return bullets(
         (
@@ -1059,6 +1071,24 @@ def _origin(entries: Mapping[str, Entry], commands: Sequence[Command]) -> list[s
             f"Measured {min(entry.started for entry in mine)[:10]}.",
         )
     )
+
+
+def _codes(entries: Iterable[Entry]) -> dict[str, int]:
+    """Digest of the measured code -> commands, most first."""
+    codes: dict[str, int] = {}
+    for entry in entries:
+        codes[entry.code] = codes.get(entry.code, 0) + 1
+    return dict(sorted(codes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _digests(codes: Mapping[str, int]) -> str:
+    return listing(f"{code} ({several(count, 'command')})" for code, count in codes.items())
+
+
+def _code(commands: Sequence[Command], entries: Mapping[str, Entry], *, several_codes: bool) -> list[str]:
+    """What code the section was measured with, where that is not the same everywhere."""
+    mine = _codes(entries[command.text] for command in commands if command.text in entries)
+    return [f"*Measured with code {_digests(mine)}.*", ""] if several_codes and mine else []
 
 
 def _missing(commands: Sequence[Command], entries: Mapping[str, Entry]) -> list[str]:

@@ -120,3 +120,28 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
     calls.clear()
     assert results.run(wanted, changed=True, most_s=1e9, patience_s=1.0) == 0
     assert calls == [wanted[0].text]
+
+
+def test_sections_of_different_code_say_so() -> None:
+    """One digest everywhere needs no word in the sections; two are told at the top and in each section."""
+    first, second = [command.text for command in listed() if command.section in ("traces", "long")][:2]
+    same = render({first: entry(first), second: entry(second)})
+    assert "measured with the same code" not in same
+    assert "*Measured with code" not in same
+    mixed = render({first: entry(first), second: entry(second, code="def")})
+    assert "**Not all of it was measured with the same code**" in mixed
+    assert "*Measured with code" in mixed
+
+
+def test_what_is_stale_is_listed_by_section() -> None:
+    """Other code, another version, a failure or nothing at all: each is named, with its reason; the rest is not."""
+    names = {section: [c.text for c in listed() if c.section == section] for section, _, _ in SECTIONS}
+    kept = {text: entry(text, version=__version__) for texts in names.values() for text in texts}
+    assert not any(results.stale(kept, "abc").values())
+    old, gone, failed, *_ = names["traces"]
+    kept[old].code = "def"
+    kept[failed].failed = "stopped"
+    del kept[gone]
+    found = results.stale(kept, "abc")
+    assert found["traces"] == [f"{old} (code def)", f"{gone} (not measured)", f"{failed} (failed: stopped)"]
+    assert found["sizes"] == []
