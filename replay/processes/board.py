@@ -37,8 +37,8 @@ _CURSOR, _STOP, _IN_SYSTEM = range(3)
 _CLOCK, _NEED, _NEWS_AT, _FIRST_AT, _GIVEN_AT = range(5)
 (
     _STATE, _ALERT, FREED, WRITTEN, DEALT, ADMITTED, PROMPT, HIT, REFUSALS, PSEUDO, PREEMPTED, FINISHED, PAINTED,
-    VERIFIED, _GIVEN, _JOBS,
-) = range(8, 24)  # fmt: skip
+    VERIFIED, _GIVEN, _JOBS, _READY,
+) = range(8, 25)  # fmt: skip
 """Words of a participant that count; the parent reads them while things go on."""
 ACTS, IDLE, ENDED, DEAD = range(4)
 
@@ -266,16 +266,33 @@ class Board:
         alive = [each for each, base in enumerate(bases) if counts[base + _STATE] != DEAD]
         return min(alive, key=lambda each: counts[bases[each] + _JOBS])
 
-    def grant(self, request: int, client: int, now: float) -> None:
-        """The request may run (under `dealing`); its client is told."""
+    def grant(self, request: int, client: int) -> None:
+        """The request may run (under `dealing`, and before the cursor passes it: its client looks without the lock)."""
         base = self._bases[client]
         self.granted[request] = 1
         self._counts[_IN_SYSTEM] += 1
         self._counts[base + _JOBS] += 1
-        if client != self.me:
-            self._times[base + _GIVEN_AT] = now
-            self._counts[base + _GIVEN] += 1
-            self.ring(client)
+
+    def ready(self, count: int) -> None:
+        """So many requests of this client, passed over before, wait for nothing but a place in the system."""
+        self._counts[self._base + _READY] = count
+
+    def pass_on(self, now: float) -> bool:
+        """A place is free and another client has a request that was passed over: it is told, as that comes first."""
+        counts = self._counts
+        for other in self.others:
+            base = self._bases[other]
+            if counts[base + _READY] and counts[base + _STATE] != DEAD:
+                self.give(other, now)
+                return True
+        return False
+
+    def give(self, client: int, now: float) -> None:
+        """There is something to do for a client: it is told (under `dealing`)."""
+        base = self._bases[client]
+        self._times[base + _GIVEN_AT] = now
+        self._counts[base + _GIVEN] += 1
+        self.ring(client)
 
     def leave(self) -> None:
         """One of this client's requests has left the system (under `dealing`)."""

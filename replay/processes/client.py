@@ -347,6 +347,7 @@ class ClientEngine(Engine):
             self._enqueue(0, request)
         else:
             heappush(self.freed, (0, request))
+            self.board.ready(len(self.freed))
 
     def _pull(self, now: float) -> bool:
         """Closed loop: the next request of the trace that waits for none goes to whom its session belongs to.
@@ -358,10 +359,10 @@ class ClientEngine(Engine):
                 if board.in_system >= self._allowed(now):
                     return False
                 if self.freed:
-                    _, request = heappop(self.freed)
-                    board.grant(request, self.me, now)
-                    self._enqueue(0, request)
+                    self._resume()
                     return True
+                if board.pass_on(now):
+                    return False
                 request = board.cursor
                 found = False
                 while request < len(trace) and not found:
@@ -370,13 +371,25 @@ class ClientEngine(Engine):
                         owner[session] = board.least() + 1
                     found = self._waits_for(request) < 0 and not self._dead(owner[session])
                     request += 1
-                board.cursor = request
                 if found:
-                    board.grant(request - 1, owner[trace.session[request - 1]] - 1, now)
+                    client = owner[trace.session[request - 1]] - 1
+                    board.grant(request - 1, client)
+                    board.cursor = request
+                    if client != self.me:
+                        board.give(client, now)
+                else:
+                    board.cursor = request
             if not found:
                 board.tell(boards.DEALT, now)
                 return self._catch_up()
         return True
+
+    def _resume(self) -> None:
+        """A request that was passed over before gets a place in the system (under `dealing`)."""
+        _, request = heappop(self.freed)
+        self.board.ready(len(self.freed))
+        self.board.grant(request, self.me)
+        self._enqueue(0, request)
 
     def _allowed(self, now: float) -> int:
         """How many requests may be in the system, of all clients: the loop fills up."""
@@ -398,7 +411,7 @@ class ClientEngine(Engine):
                 self._enqueue(0, request)
                 any_ = True
             elif not self._park(0, request):
-                heappush(self.freed, (0, request))
+                self._ready(request)
         self.looked = passed
         return any_
 
@@ -452,10 +465,14 @@ class ClientEngine(Engine):
 
     def _done(self, job: Job) -> None:
         self.board.done[job.request] = 1
+        super()._done(job)
         if not self.clocked:
             with self.board.dealing():
                 self.board.leave()
-        super()._done(job)
+                if self.freed:
+                    # At once: the place is that session's, and nobody else's to take in between.
+                    self._resume()
+            self.board.ready(len(self.freed))
         self.board.tell(boards.FREED, self.now)
 
     def _refused(self, pool: Lane, job: Job, answer: Refused, now: float) -> None:

@@ -117,6 +117,8 @@ def replay_processes(
         children = stack.enter_context(_children(where, board, settings.clients))
         watch = _Watch(trace, config, settings, control, board, children, pool["usable"], progress)
         watch.run(where)
+        if board.in_system:
+            raise ProcessFault(f"{board.in_system} requests hold a place in the system that nobody runs")
         notes = _notes(where, children)
         audit = _audit(control, settings)
         latency = [row for row in control.inspect("latency") if row["count"]]
