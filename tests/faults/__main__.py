@@ -1,7 +1,8 @@
 """Longer searches than the tests have time for, against a live daemon.
 
-python -I tests/faults --minutes 10 --start SEED     frames no client would send, seed by seed; then a client killed at
-                                                     every byte of every verb's frame, as far as the time goes
+python -I tests/faults --minutes 10 --start SEED     a third of the time each: frames no client would send; a client
+                                                     killed at every byte of every verb's frame; engines that do anything
+                                                     and die at any moment
 python -I tests/faults --seed 4711                   one seed of frames again
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import random
 import sys
 import time
 import types
@@ -34,10 +36,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     seconds = 60 * options.minutes
     began = time.monotonic()
-    seeds = _frames(options.start, seconds / 2)
+    seeds = _frames(options.start, seconds / 3)
     print(f"{seeds * BLOCK} frames from seed {options.start} on: the daemon is as it was", flush=True)
-    kills, verbs = _kills(began + seconds, options.start)
-    print(f"{kills} clients killed, at every byte of {verbs} verbs' frames: nothing is left of them")
+    kills, verbs = _kills(began + 2 * seconds / 3, options.start)
+    print(
+        f"{kills} clients killed, at every byte of {verbs} verbs' frames: nothing is left of them", flush=True
+    )
+    seed, lives = options.start, 0
+    while time.monotonic() < began + seconds:
+        lives += _soak(seed)
+        seed += 1
+    print(f"{lives} engines that lived and died, from seed {options.start} on: every byte was right")
     return 0
 
 
@@ -102,6 +111,23 @@ def _kills(until: float, start: int) -> tuple[int, int]:
             verbs += 1
         witness.close()
     return kills, verbs
+
+
+def _soak(seed: int) -> int:
+    soaking = importlib.import_module("tests.faults.soaking")
+    rng = random.Random(seed)
+    pool = {
+        "append": rng.choice(["chain", "peel"]),
+        "eviction": rng.choice(["lru", "s3fifo"]),
+        "block_size": (size := rng.choice([4, 16, 16, 32])),
+        "blocks": rng.choice([400, 800]) // size + 1,
+        "peel_max": rng.choice([3, 64]),
+    }
+    try:
+        return int(soaking.soak(seed, 10.0, **pool))
+    except BaseException:
+        print(f"FAILED soak(seed={seed}, seconds=10.0, **{pool})", flush=True)
+        raise
 
 
 if __name__ == "__main__":

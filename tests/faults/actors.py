@@ -56,6 +56,11 @@ class Child:
         assert not (isinstance(told, dict) and "failed" in told), told["failed"]
         return told
 
+    def told(self) -> Any:
+        """The next thing it has told already; None if there is none."""
+        ready, _, _ = select.select([self._pipe], [], [], 0)
+        return self.heard() if ready or b"\n" in self._text else None
+
     def signal(self, number: int) -> None:
         """Sends it a signal, if it is there."""
         with contextlib.suppress(ProcessLookupError):
