@@ -54,7 +54,7 @@ def add(subparsers: _common.Subparsers) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the bundled traces and leave")
     parser.add_argument(
-        "--demo", action="store_true", help="a selection that shows gains and nothings, about a minute"
+        "--demo", action="store_true", help="a selection that shows gains and nothings, a minute or two"
     )
 
     what = parser.add_argument_group("what is compared")
