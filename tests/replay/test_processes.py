@@ -58,8 +58,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         {"pool_tokens": 20_000},
         {"pool_tokens": 3_000, "block_size": 64, "live": 24},
         {"pool_tokens": 6_000, "rate": 30.0, "live": 32},
+        {"pool_tokens": 20_000, "page": 8},
     ],
-    ids=["roomy", "tight", "poisson"],
+    ids=["roomy", "tight", "poisson", "pages"],
 )
 def test_figures_are_those_of_one_process(changes: dict[str, Any]) -> None:
     """Four client processes find and waste what one process does, within the spread; every slot was read back."""
@@ -72,6 +73,7 @@ def test_figures_are_those_of_one_process(changes: dict[str, Any]) -> None:
     assert (real.stuck, real.never) == (alone.stuck, alone.never)
     assert real.prompt_tokens == alone.prompt_tokens
     assert real.usable_tokens == alone.usable_tokens
+    assert (real.copied_tokens > 0) == (alone.copied_tokens > 0) == (settings.page > 1)
     assert abs(real.hit_tokens_pct - alone.hit_tokens_pct) <= SPREAD
     assert abs(real.internal_fragmentation_pct.mean - alone.internal_fragmentation_pct.mean) <= SPREAD
     assert real.end_s == pytest.approx(alone.end_s, rel=0.25)
