@@ -50,6 +50,8 @@ class Ticket(msgspec.Struct, gc=False, eq=False):
     contiguous: bool = False
     ready: float = -1.0  # when Ready was pushed
     taken: int = 0  # tokens of its hit that could be evicted while it waits: others leave them, too
+    pages: bool = False  # it lacked whole pages, not slots
+    looked: float = -1.0  # when whole pages were last counted for it
     awaits: int = 0  # the sequence whose commit it waits for; then it holds nothing back
 
 
@@ -212,6 +214,7 @@ class Admission:
         else:
             mine.need, mine.contiguous = need, contiguous
         mine.ready = -1.0
+        mine.pages = reason == Reason.RUN and session.page > 1
         self.busy = True
         coming = self.coming_free()
         free, evictable = pool.runs.total, pool.tree.evictable
@@ -481,9 +484,13 @@ class Admission:
             if left < 0:
                 self.starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
                 break
-            if ticket.ready < 0:
+            if self._lacks_pages(ticket, now):
+                self.starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.RUN)
+            elif ticket.ready < 0 and not self._waits_for_fences(ticket, free, now):
                 ticket.ready = now
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
+        if any(ticket.contiguous for ticket in self.growth.values()):
+            return
         for ticket in self.waiting.values():
             # Only the head of the queue, but for those who wait for their own quota or own window.
             window = self.window
@@ -491,6 +498,8 @@ class Admission:
             reserved = window.held if window is not None and mine else 0
             fits = ticket.need + ticket.taken + self._for_growth() <= free + evictable + reserved
             fits = fits and _within_quota(ticket) and not self._overdue(ticket.session, now)
+            fits = fits and not self._waits_for_fences(ticket, free + reserved, now)
+            fits = fits and not self._lacks_pages(ticket, now)
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)
                 fits = (
@@ -503,6 +512,26 @@ class Admission:
                 pool.pushes.append(Ready(ticket.session.handle, ticket.handle))
             if _within_quota(ticket):
                 break
+
+    def _waits_for_fences(self, ticket: Ticket, free: int, now: float) -> bool:
+        """Whether nothing is evicted for a ticket yet, since what is coming free would do."""
+        if ticket.need <= free or now - ticket.created >= self.pool.config.fence_patience:
+            return False
+        coming = self.coming_free()
+        return coming > 0 and free + coming >= ticket.need
+
+    def _lacks_pages(self, ticket: Ticket, now: float) -> bool:
+        """Whether a ticket that was refused for want of whole pages still lacks them; counted now and then."""
+        if not ticket.pages:
+            return False
+        if 0 <= ticket.looked and now - ticket.looked < REPLAN_AFTER:
+            return True
+        ticket.looked = now
+        page = ticket.session.page
+        if whole_pages(self.pool, page) * page < ticket.need:
+            return True
+        ticket.pages = False
+        return False
 
     def forget_session(self, session: Session) -> None:
         """A session ended or was lost: its tickets and debts go."""
