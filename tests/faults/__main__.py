@@ -1,8 +1,8 @@
 """Longer searches than the tests have time for, against a live daemon.
 
 python -I tests/faults --minutes 10 --start SEED     a third of the time each: frames no client would send; a client
-                                                     killed at every byte of every verb's frame; engines that do anything
-                                                     and die at any moment
+                                                     killed at every byte of each verb's frame; engines that do
+                                                     anything and die at any moment
 python -I tests/faults --seed 4711                   one seed of frames again
 """
 

@@ -195,6 +195,12 @@ def _requests(rng: random.Random) -> list[list[Any]]:
         [33, number, rng.randrange(200)],
         [34, number],
         [1, number, VERSION, "again"],
+        [1, number, VERSION, "x", "", ["t", "m", "", rng.choice("abc")], "", 1, "", -1, False, rng.random() < 0.3,
+         0, 0, 0, 0, b""],
+        [1, number, VERSION, "x", "default", ["", "", "", ""], "", 16, "peel", 3, True, False,
+         100, 7, rng.randrange(9), 0, b"x" * 16],
+        [1, number, VERSION, "x", "default", ["", "", "", ""], "", 1, "chain", 3, False, False,
+         9, 7, 0, rng.randrange(9), b"x" * 16],
     ]  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,3 +279,20 @@ def test_client_that_closes_one_half() -> None:
             assert wire.closed()
             wire.welcome = None
         empty(daemon)
+
+
+def test_nothing_asks_what_time_it_is_but_the_log() -> None:
+    """The wall clock is read where lines are stamped for people, and nowhere else in daemon and core."""
+    import kvslot.allocator
+    import kvslot.daemon
+
+    asked = [
+        f"{file.name}:{number}"
+        for room in (kvslot.daemon, kvslot.allocator)
+        for folder in room.__path__
+        for file in sorted(Path(folder).rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if re.search(r"\btime\.time\(|time_ns\(|datetime\.now|CLOCK_REALTIME", line)
+        and "monotonic_ns" not in line
+    ]
+    assert [each.split(":")[0] for each in asked] == ["logs.py"], asked

@@ -6,10 +6,10 @@ import pytest
 
 from .soaking import soak
 
-SECONDS = 5.0
+SECONDS = 4.0
 
 
-@pytest.mark.parametrize(("seed", "append"), [(1, "chain"), (2, "peel"), (3, "chain")])
+@pytest.mark.parametrize(("seed", "append"), [(1, "chain"), (2, "peel")])
 def test_engines_that_do_anything_and_die_at_any_moment(seed: int, append: str) -> None:
     """Audit clean all along and nothing held at the end; what an engine reads wrongly it says, and the test fails."""
     assert soak(seed, SECONDS, append=append) > 20
