@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, extra = super().parse_known_args(args, namespace)
+        assert found is not None
         if extra:
             wrong = next((word for word in extra if word.startswith("-") and len(word) > 1), extra[0])
             name, mark, value = wrong.partition("=")

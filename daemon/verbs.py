@@ -129,6 +129,13 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise ShuttingDown("the daemon is draining and takes no new sessions")
     if m.resume:
         return _resume(server, connection, m, now)
+    peer = connection.peer
+    lost = sum(each.peer.pid == peer.pid and each.connection is None for each in server.sessions.values())
+    if lost >= max(LOST_LEAST, server.sessions_max // 8):
+        # Each is kept aside as long as the process lives; one process shall not keep all that there may be.
+        raise Busy(
+            f"process {peer.pid} has lost {lost} sessions: take them up again (resume), or release them"
+        )
     if len(server.sessions) >= server.sessions_max:
         raise Busy(
             f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or all that descriptors allow)"
@@ -139,7 +146,6 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise WrongVersion(
             f"pool {hosted.name!r} has the layout {description.fingerprint}, not {m.fingerprint}"
         )
-    peer = connection.peer
     # One descriptor less for those who cannot hold anything beyond their connection.
     pidfd = watch(connection.sock, peer) if m.map else -1
     root = 0
@@ -522,6 +528,8 @@ def set_config(server: Server, connection: Connection, m: messages.SetConfig, no
 
 NAMESPACES: Final = 1024
 """Namespaces of one session: one a tenant and adapter it serves, and not one a request."""
+LOST_LEAST: Final = 4
+"""Lost sessions that a process may have in any case; beyond, an eighth of all that there may be."""
 EVICT_TOKENS: Final = 1 << 20
 """Tokens of one Evict: a few milliseconds.  Who wants more asks again."""
 

@@ -62,11 +62,11 @@ def problems(folder: Path, text: str, environ: dict[str, str] | None = None, **f
 
 
 def test_defaults_are_the_cores() -> None:
-    """A pool whose rules are not said has the core's own."""
+    """A pool whose rules are not said has the core's own, but that the daemon evicts between requests."""
     settings = PoolSettings(
         blocks=100, layout=config.LayoutTable(layers=1, kv_heads=1, head_dim=8, dtype="fp16")
     )
-    assert pool_config(settings, pool_layout(settings)) == PoolConfig(blocks=100)
+    assert pool_config(settings, pool_layout(settings)) == PoolConfig(blocks=100, ahead=True)
 
 
 def test_flags_over_environment_over_file(tmp_path: Path) -> None:

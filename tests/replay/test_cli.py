@@ -13,8 +13,10 @@ import pytest
 from kvslot import allocator
 from kvslot.cli import ctl
 from kvslot.cli.replay import EVICTIONS
+from kvslot.cli.summary import summary
 from kvslot.replay import Quantiles, Row, Spread
 
+from ..report.synthetic import result
 from .tiny import Line, write
 
 LINES: list[Line] = [(None, i % 5, 0, i - 5 if i >= 5 else -1, 60 if i >= 5 else 0, 70, 9) for i in range(60)]
@@ -254,9 +256,6 @@ def test_one_request_is_one_request(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_summary_tells_prices_too() -> None:
     """More CPU time and more pieces than the cheapest are told beside the gains; what costs no more is not."""
-    from kvslot.cli._tables import summary
-
-    from ..report.synthetic import result
 
     def made(cpu: float, pieces: float) -> list[str]:
         found = result(block_sizes=(16,), phases=("all",))

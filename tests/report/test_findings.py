@@ -141,7 +141,7 @@ def test_refusals_are_judged_at_every_block_size() -> None:
 
 def test_refusals_of_contiguous_are_told_too() -> None:
     """Where contiguous alone makes requests wait, the pool was short for somebody."""
-    refusing = {"refusals": 700, "refusals_per_hour": 11595.0}
+    refusing: dict[str, object] = {"refusals": 700, "refusals_per_hour": 11595.0}
     found = waiting(sized(calm(), {("contiguous", 16): refusing, ("contiguous", 2048): refusing}))
     assert "contiguous alone" in found.text
     assert "11,595 an hour" in found.text
