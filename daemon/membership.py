@@ -90,6 +90,7 @@ class Entry(msgspec.Struct, eq=False):
     handle: int
     request: messages.Allocate | None
     answer: messages.Admitted | None
+    given: list[int] = []  # of each reply with copies: the first position that it moved
 
 
 class Member:

@@ -19,6 +19,7 @@ from kvslot import __version__
 from kvslot import allocator as core
 from kvslot.allocator.extents import join
 from kvslot.allocator.results import UNLIMITED
+from kvslot.allocator.sessions import PEELED
 from kvslot.allocator.slots import FENCED
 from kvslot.api.wire import (
     VERSION,
@@ -108,6 +109,11 @@ def _later(hosted: HostedPool, answer: core.Later, number: int) -> messages.Late
         number, answer.ticket, str(answer.reason), answer.needed, answer.free_now, answer.coming_free,
         answer.evictable, answer.retry_after_ms, [members[each].number for each in answer.stalled if each in members],
     )  # fmt: skip
+
+
+def _first_copied(pool: core.Pool, handle: int) -> int:
+    """The first position of a new sequence that stands in a copy's target."""
+    return next(piece.position for piece in pool.sequences[handle].own if piece.kind == PEELED)
 
 
 def _flat(copies: list[core.Copy]) -> list[int]:
@@ -339,7 +345,9 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
         reply = messages.Admitted(
             m.id, answer.hit, answer.capacity, answer.extents, _flat(copies) if copies else []
         )
-        sequences[m.sequence] = Entry(handle, m, reply)
+        entry = sequences[m.sequence] = Entry(handle, m, reply)
+        if copies:
+            entry.given = [_first_copied(pool, handle)]
         member.by_handle[handle] = m.sequence
         return reply
     if type(answer) is core.Later:
@@ -373,6 +381,9 @@ def extend(server: Server, connection: Connection, m: messages.Extend, now: floa
     if type(answer) is core.Later and pool.ledger.counts[FENCED] and server.sync_fences(hosted, now):
         answer = pool.extend(session, handle, tokens=m.tokens, now=now, ticket=answer.ticket)
     if type(answer) is core.Grown:
+        if answer.copies:
+            entry = member.sequences[m.sequence]
+            entry.given = [*entry.given, answer.position]
         return messages.Grown(m.id, answer.position, answer.capacity, answer.extents, _flat(answer.copies))
     if type(answer) is core.Later:
         server.waits(hosted)
@@ -384,10 +395,15 @@ def extend(server: Server, connection: Connection, m: messages.Extend, now: floa
 def commit(server: Server, connection: Connection, m: messages.Commit, now: float) -> messages.Reply:
     """Publishes what has been written."""
     member = member_of(connection)
+    handle, length = _changed(member, m.sequence), m.length
+    waiting = member.sequences[m.sequence].given[m.copied :]
+    if waiting:
+        # Those slots hold nobody knows what until the client has made the copies, which it may not even know of.
+        length = min(length, *waiting)
     answer = member.hosted.core.commit(
         member.session,
-        _changed(member, m.sequence),
-        m.length,
+        handle,
+        length,
         m.tokens,
         priority=None if m.priority < 0 else m.priority,
         expiry=now + m.expiry_ms / 1e3 if m.expiry_ms else 0.0,
@@ -432,6 +448,10 @@ def trim(server: Server, connection: Connection, m: messages.Trim, now: float) -
         server.fence_waits(member)
     room: list[int] = []
     if m.keep_to >= 0:
+        entry = member.sequences[m.sequence]
+        if entry.given:
+            # What is cut off is written anew; nobody waits for those copies any more.
+            entry.given = [position if position < m.keep_to else UNLIMITED for position in entry.given]
         for piece in pool.sequences[handle].own:
             if piece.position >= m.keep_to:
                 join(room, piece.extents)

@@ -141,7 +141,10 @@ class Extend(Message, frozen=True, tag=5):
 
 
 class Commit(Message, frozen=True, tag=6):
-    """Publishes positions [0, length), which the device has finished writing.  Replied to by Committed."""
+    """Publishes positions [0, length), which the device has finished writing.  Replied to by Committed.
+
+    Slots that a reply listed as targets of copies are published only once `copied` counts that reply.
+    """
 
     id: Whole
     sequence: Whole
@@ -149,6 +152,9 @@ class Commit(Message, frozen=True, tag=6):
     tokens: bytes = b""  # those that follow the ones already told
     priority: Signed = -1  # -1: as it was
     expiry_ms: Whole = 0  # the priority ends so long from now; 0: never
+    copied: Whole = (
+        0  # replies with copies for this sequence whose copies have been made, in the order they came
+    )
 
 
 class Fork(Message, frozen=True, tag=7):
@@ -264,11 +270,15 @@ Batchable = (
 )
 
 
+BATCH_VERBS: Final = 65536
+"""Of any daemon's Batch; the daemon's own limit, which is less, stands in Welcome."""
+
+
 class Batch(Message, frozen=True, tag=19):
     """Verbs answered in order, each as if alone; their own ids mean nothing but 0.  Replied to by Results."""
 
     id: Whole
-    verbs: list[Batchable]
+    verbs: Annotated[list[Batchable], msgspec.Meta(max_length=BATCH_VERBS)]
 
 
 class Inspect(Message, frozen=True, tag=32):
