@@ -138,6 +138,8 @@ class Lifecycle(Tables):
         if session.life != Life.LOST:
             raise OutOfTurn("only a lost session can be gone")
         session.proven = True
+        if session.group is not None:
+            self._group_completed(session.group)  # its steps are not waited for any longer
         self._all_gone(session.group.members if session.group is not None else [session])
 
     def _all_gone(self, members: list[Session]) -> None:
@@ -232,7 +234,7 @@ class Lifecycle(Tables):
         return budget
 
     def _group_completed(self, group: Group) -> None:
-        completed = min(member.completed for member in group.members)
+        completed = min((each.completed for each in group.members if not each.proven), default=0)
         group.completed = max(group.completed, completed)
         for member in group.members:
             self._pass_fences(member)

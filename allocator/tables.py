@@ -487,7 +487,8 @@ class Tables(Placement):
             sequence.base = keep_to
             self._tokens_from_tree(sequence, known)
         # Room that stands ready behind the new end, in order; pages must keep their place modulo the page.
-        room = 2 * max(self.quantum, session.page)
+        # Under pressure one run is all: who trims to its length then was asked for its second.
+        room = (1 if self.admission.pressed >= 0 else 2) * max(self.quantum, session.page)
         position = keep_to
         for index, piece in enumerate(spare):
             if piece.kind == DUPLICATE:

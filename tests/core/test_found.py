@@ -12,6 +12,7 @@ from kvslot.allocator import (
     Pool,
     PoolConfig,
     Preempt,
+    Pressure,
     Published,
     Reason,
     Space,
@@ -202,4 +203,45 @@ def test_a_fork_waits_for_the_answer_its_session_owes() -> None:
     assert two.owes
     answer = pool.fork(two, b.sequence, now=2.0)
     assert later(answer).reason == Reason.PREEMPT_FIRST
+    sound(pool)
+
+
+def test_a_dead_member_of_a_group_is_not_waited_for() -> None:
+    """When one process of an engine is proven gone, the fences of the others pass without it."""
+    pool = make()
+    first = pool.open_session()
+    second = pool.open_session(group=first)
+    a = admit(pool, first, fresh(8, 0))
+    pool.progress(first, 1, 0)
+    pool.free(first, a.sequence, fence=1)
+    pool.progress(first, 1, 1)
+    assert pool.statistics().fenced == a.capacity, "the second has not completed the step"
+    pool.lose(second)
+    assert pool.statistics().fenced == a.capacity, "it may be alive"
+    pool.gone(second)
+    assert pool.statistics().fenced == 0
+    b = admit(pool, first, fresh(8, 100))
+    pool.progress(first, 2, 1)
+    pool.free(first, b.sequence, fence=2)
+    pool.progress(first, 2, 2)
+    assert pool.statistics().fenced == 0
+    sound(pool)
+
+
+def test_a_trim_under_pressure_gives_back_second_runs() -> None:
+    """Whoever is asked for second runs and trims to what is written keeps one run at the most."""
+    pool = make(blocks=9, block_size=4, quantum=4)
+    s = pool.open_session()
+    a, b = admit(pool, s, fresh(4, 0)), admit(pool, s, fresh(4, 100))
+    grown = pool.extend(s, a.sequence, tokens=8)
+    assert isinstance(grown, Grown)
+    pool.extend(s, b.sequence, tokens=pool.statistics().free)
+    pool.wrote(s, b.sequence, pool.sequences[b.sequence].capacity)
+    later = pool.extend(s, b.sequence, tokens=1)
+    assert isinstance(later, Later)
+    assert Pressure(s.handle) in pool.pushes
+    pool.trim(s, a.sequence, keep_to=pool.sequences[a.sequence].length)
+    kept = pool.sequences[a.sequence]
+    assert kept.capacity - kept.length <= 4
+    assert pool.statistics().free >= 1
     sound(pool)
