@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvslot.api.client.client import Client, Step, Token
 from kvslot.api.client.connection import Connection, default_socket
 from kvslot.api.client.control import Control
-from kvslot.api.client.errors import AdmissionTimeout, Closed, NeverFits, OutOfRoom, WrongProcess
+from kvslot.api.client.errors import AdmissionTimeout, Closed, Lost, NeverFits, OutOfRoom, WrongProcess
 from kvslot.api.client.memory import PoolMemory
 from kvslot.api.client.sequence import Sequence
 from kvslot.api.client.session import Event, Statistics
@@ -28,6 +28,7 @@ __all__ = [
     "Control",
     "Event",
     "Later",
+    "Lost",
     "Namespace",
     "Never",
     "NeverFits",

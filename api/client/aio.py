@@ -94,16 +94,18 @@ class AsyncSequence(Table):
     async def commit(self, length: int | None = None, *, priority: int = -1, expiry_ms: int = 0) -> int:
         """Publishes positions [0, length) (all, unless said), which are written; how many are shareable now."""
         self._check()
+        client = self._client
+        if client._copying:
+            await client._settle(self)  # what comes with more room may have to be copied first
         if self._spoiled is not None:
             raise self._spoiled
         self._check_copies()
-        client = self._client
         if length is None:
             length = self.length
         if not 0 <= length <= self.length:
             raise BadRequest(f"commit to {length}: the sequence has {self.length} tokens")
         number = client._session.next_id()
-        request = Commit(number, self.id, length, self._untold(length), priority, expiry_ms)
+        request = Commit(number, self.id, length, self._untold(length), priority, expiry_ms, self._taken)
         self._was_told(length)  # before others of our tasks go on: what they tell comes after it
         try:
             return (await client._call(request, Committed)).length
@@ -189,6 +191,7 @@ class AsyncClient(asyncio.Protocol):
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max, False,
             False, quota,
         )  # fmt: skip
+        self._copying = page > 1 or append != "chain"  # whether more room may come with copies
         self._transport: asyncio.Transport | None = None
         self._reader = Reader(FRAME_BYTES + 1024)
         self._replies: deque[tuple[msgspec.Struct, asyncio.Future[messages.Outgoing]]] = deque()
@@ -511,7 +514,14 @@ class AsyncClient(asyncio.Protocol):
         batch = Batch(
             session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]
         )
-        forked, grown = (await self._call(batch, Results)).results
+        parent._asked = SENT  # the parent stays where it is, as long as this is under way
+        try:
+            forked, grown = (await self._call(batch, Results)).results
+        finally:
+            if parent._fault is None:
+                parent._asked = SETTLED
+                parent._note_run(parent.room)
+                parent._seat(parent.length)
         if isinstance(forked, Later):
             return forked
         if isinstance(forked, messages.Error):

@@ -32,7 +32,7 @@ from typing import Final, Self, TypeVar
 import msgspec
 
 from kvslot.api.client.connection import Connection, close_all
-from kvslot.api.client.errors import AdmissionTimeout, Closed, NeverFits, OutOfRoom
+from kvslot.api.client.errors import AdmissionTimeout, Closed, Lost, NeverFits, OutOfRoom
 from kvslot.api.client.memory import PoolMemory, _inherited
 from kvslot.api.client.sequence import Sequence
 from kvslot.api.client.session import Event, Session, Statistics
@@ -97,24 +97,27 @@ class Token:
 class Step:
     """One step of the engine, as a context: submitted on the way in, completed on the way out."""
 
-    __slots__ = ("_client",)
+    __slots__ = ("_client", "_number")
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._number = 0
 
     def __enter__(self) -> int:
-        return self._client.submit()
+        self._number = number = self._client.submit()
+        return number
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        client = self._client
+        client, number = self._client, self._number
         if error is None:
-            client.complete()
-        elif client._connection.fault is None:
-            # What went wrong is told by `error`; the step is over all the same.
+            client.complete(max(number, client._completed))
+        elif client._completed == number - 1 and client._connection.fault is None:
+            # What went wrong is told by `error`; the step is over all the same.  Where others before it are still
+            # under way, nobody knows that they are over: `complete` is the engine's to call.
             with contextlib.suppress(KvslotError):
-                client.complete()
+                client.complete(number)
 
 
 class _Remains:
@@ -198,6 +201,9 @@ class Client:
         self._page: SessionPage | None = None
         self._wake = -1
         self._closed = False
+        self._page_slots = page
+        self._peels = append != "chain"  # "": the pool's default, which may be either
+        self._copying = page > 1 or self._peels  # whether more room may come with copies
         self._namespaces: dict[Namespace, int] = {}
         self._request = messages.Hello(
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
@@ -274,7 +280,9 @@ class Client:
         """Takes the session up again after Disconnected, with all sequences as they are here.
 
         What was under way is settled: refills asked for are given back, sequences whose start nobody heard of are
-        freed, frees are said again.  A sequence of which a commit was under way can be committed no further.
+        freed, trims are made, frees are said again.  A sequence of which a commit was under way can be committed no
+        further.  One that was being moved to other slots, as it may be in a session with append "peel" or pages, is
+        ended: it raises Lost.
 
         Raises Disconnected when the daemon cannot be reached (try again later), and StaleSession when it has started
         anew since, or has given this session up: then close this client and open another one.
@@ -304,36 +312,68 @@ class Client:
         self._resettle()
 
     def _listen(self) -> None:
-        """From here on, what the page says of pushes is compared with what has come."""
-        self._heard = self._words[PUSHES] - self._session.pushes if self._page is not None else UNHEARD
+        """What the page says of pushes is compared with those that have been read since the Welcome.
+
+        The daemon counts from 0 at each Welcome.  Were the word taken as it is now, a push that has come since and lies
+        in the socket would count as read.
+        """
+        self._heard = -self._session.pushes if self._page is not None else UNHEARD
 
     def _resettle(self) -> None:
         """Says again, or takes back, what nobody knows the fate of."""
         session = self._session
-        again: list[Free] = []
+        again: list[Free | Trim] = []
         for _, unanswered in session.outstanding:
+            items: list[tuple[msgspec.Struct, Table | None]]
             if isinstance(unanswered, list):
-                for verb, table in unanswered:
-                    if isinstance(verb, Free):
-                        again.append(verb)
-                    elif isinstance(verb, Commit):
-                        _spoil(table)
-            elif isinstance(unanswered, Allocate):
-                again.append(Free(1, unanswered.sequence))
-            elif isinstance(unanswered, Commit):
-                _spoil(session.sequences.get(unanswered.sequence))
-            elif isinstance(unanswered, Extend | Trim):
-                table = session.sequences.get(unanswered.sequence)
-                if table is not None:
-                    table._asked = SENT
+                items = [*unanswered]
             elif isinstance(unanswered, Batch):
-                again += [Free(1, verb.child) for verb in unanswered.verbs if isinstance(verb, Fork)]
+                items = [(verb, None) for verb in unanswered.verbs]
+            else:
+                items = [(unanswered, None)]
+            for verb, _ in items:
+                match verb:
+                    case Free():
+                        again.append(verb)
+                    case Allocate():
+                        again.append(Free(1, verb.sequence))
+                    case Fork():
+                        again.append(Free(1, verb.child))
+                        _share(session.sequences.get(verb.sequence), verb.length)
+                    case Commit():
+                        table = session.sequences.get(verb.sequence)
+                        _share(table, verb.length)  # it may be published
+                        _spoil(table)
+                    case Trim() if verb.keep_to < 0:
+                        again.append(verb)
+                    case Trim():
+                        # Where it was done those tokens' slots are gone, so it is what happens.
+                        table = session.sequences.get(verb.sequence)
+                        if table is not None:
+                            if verb.keep_to < table.length:
+                                table._trimmed(verb.keep_to, verb.keep_to, [])
+                            table._asked = SENT
+                    case Extend():
+                        table = session.sequences.get(verb.sequence)
+                        if table is None:
+                            continue
+                        table._asked = SENT
+                        if self._may_have_moved(table):
+                            again.append(Free(1, table.id, self._fence(None)))
+                            session.forget(table, _lost(table.id))
+                    case _:
+                        pass
         session.outstanding.clear()
         session.given_up = 0
-        for verb in again:
-            # It may have been done, or never have begun: then there is nothing to free.
-            with contextlib.suppress(Refused):
-                self._call(msgspec.structs.replace(verb, id=session.next_id()), Done)
+        try:
+            while again:
+                # It may have been done, or never have begun: then there is nothing to free.
+                with contextlib.suppress(Refused):
+                    self._ask(msgspec.structs.replace(again[0], id=session.next_id()))
+                del again[0]
+        finally:
+            if again:  # cut again: the next `reconnect` says them
+                session.outstanding.append((0, [(verb, None) for verb in again]))
         for table in list(session.sequences.values()):
             if table._asked != SENT:
                 continue
@@ -341,6 +381,15 @@ class Client:
             request = Trim(session.next_id(), table.id, 0, length, self._fence(None))
             answer = self._call(request, messages.Trimmed)
             table._trimmed(length, answer.capacity, answer.extents)
+
+    def _may_have_moved(self, table: Table) -> bool:
+        """Whether the answer to a question for more room, now lost, may have been to move what stands there already.
+
+        The daemon copies a tail that others read, or the beginning of a page that it cannot fill up in place.
+        """
+        if self._page_slots > 1:
+            return table.capacity % self._page_slots != 0
+        return self._peels and table.capacity <= table._own_from
 
     # -- sequences -------------------------------------------------------------------------------------------------
 
@@ -706,7 +755,7 @@ class Client:
     def _copy(self, table: Table) -> None:
         """Makes a sequence's copies, since others are about to read what they copy to."""
         if self.pool.mapped:
-            self.pool.copy(table.take_copies())
+            self.pool.copy(table._take(0))
         else:
             raise OutOfTurn(f"sequence {table.id} has copies that are still to be made: see take_copies")
 
@@ -754,15 +803,16 @@ class Client:
 
     def _settle(self, table: Table, *, drop: bool = True) -> None:
         """Waits until nothing about the sequence's room is under way; with `drop`, what is only due is not asked."""
-        if table._asked == QUEUED:
-            if drop:
+        while table._asked != SETTLED:
+            # What comes may be Ready, and so have it asked again.
+            if table._asked == SENT:
+                self._take_in(self._connection.receive())
+            elif drop:
                 table._asked = SETTLED
                 table._note_run(table.room)
                 table._seat(table.length)
-                return
-            self.flush()
-        while table._asked == SENT:
-            self._take_in(self._connection.receive())
+            else:
+                self.flush()
 
     def _take_in(self, message: messages.Outgoing) -> None:
         """Applies a message that is no reply to a call, for there is none under way."""
@@ -812,6 +862,11 @@ class Client:
     def _fence(self, fence: int | None) -> int:
         """The step that what is given back waits for."""
         if self._page is None:
+            if fence:
+                raise BadRequest(
+                    f"fence {fence}: a client without a session page (map=False) has no steps that the daemon can see; "
+                    "what it gives back is free at once"
+                )
             return 0
         if fence is None:
             return self._submitted
@@ -848,6 +903,19 @@ def _spoil(table: Table | None) -> None:
             f"a commit of sequence {table.id} was under way when the connection was lost: nobody knows which of its "
             "tokens the daemon was told, so no more of it can be published"
         )
+
+
+def _share(table: Table | None, length: int) -> None:
+    """Others may read the first `length` tokens: a roll-back into them is the daemon's business."""
+    if table is not None:
+        table._own_from = max(table._own_from, min(length, table.length))
+
+
+def _lost(number: int) -> Lost:
+    return Lost(
+        f"sequence {number} was asking for more room when the connection was lost, and may have been moved to other "
+        "slots that nobody was told of: it was freed; start it over"
+    )
 
 
 def _program() -> str:

@@ -8,13 +8,14 @@
     ├── OutOfRoom                a running sequence cannot grow now; `answer` says why and what would help
     ├── AdmissionTimeout         (a TimeoutError, too) memory did not come free in time; the ticket was given back
     └── Refused ...              see kvslot.api.wire.errors; `Ended` is also what a freed Sequence raises
+        └── Lost                 (an Ended) the sequence did not survive the loss of the connection
 
 `Later` and `Never` are answers, not errors: `allocate` returns them, `admit` and `append` turn them into these.
 """
 
 from __future__ import annotations
 
-from kvslot.api.wire import Disconnected, KvslotError
+from kvslot.api.wire import Disconnected, Ended, KvslotError
 from kvslot.api.wire.messages import Later, Never
 
 
@@ -24,6 +25,13 @@ class Closed(Disconnected):
 
 class WrongProcess(Disconnected):
     """The client belongs to the parent of this process."""
+
+
+class Lost(Ended):
+    """`Client.reconnect` had to end this sequence; start it over.  Only `free` may still be called, and does nothing.
+
+    It was being given other slots for tokens that it has already, and the answer that said which is lost.
+    """
 
 
 class NeverFits(KvslotError):

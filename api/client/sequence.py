@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvslot.api.client.errors import Lost
 from kvslot.api.client.table import NEVER, QUEUED, SETTLED, Table, Tokens, token_bytes
 from kvslot.api.wire import BadRequest
 from kvslot.api.wire.messages import Commit, Committed, Free, Later, Trim, Trimmed
@@ -76,21 +77,25 @@ class Sequence(Table):
         """Publishes positions [0, length), whose K and V the device has finished writing; how many are shareable now.
 
         Without `length` that is all tokens, or while steps are under way those known to be written.  With `wait` False
-        it leaves with the next frame, and `length` is returned as it was asked for.  `priority` (0..7) holds for
-        `expiry_ms` (0: for good).
+        it leaves with the next frame, `length` is returned as it was asked for, and less may be published: nothing
+        that has still to be copied is.  `priority` (0..7) holds for `expiry_ms` (0: for good).
         """
         self._check()
+        client = self._client
+        if wait and client._copying:
+            client._settle(self, drop=False)  # what comes with more room may have to be copied first
         if self._spoiled is not None:
             raise self._spoiled
-        client = self._client
         if self._copies:
             client._copy(self)  # nothing is published before it is there
+        copied = self._taken  # whoever says the length says that what was taken to be copied is there
         if length is None:
             length = self._finished(client._submitted, client._completed)
+            copied = self._copied(client._submitted, client._completed)
         if not 0 <= length <= self.length:
             raise BadRequest(f"commit to {length}: the sequence has {self.length} tokens")
         tokens = self._untold(length)
-        request = Commit(client._session.next_id(), self.id, length, tokens, priority, expiry_ms)
+        request = Commit(client._session.next_id(), self.id, length, tokens, priority, expiry_ms, copied)
         if wait:
             # Taken as told only by an answer; a connection lost in between leaves it open, see `Client.reconnect`.
             answer = client._call(request, Committed)
@@ -144,10 +149,18 @@ class Sequence(Table):
 
         Leaves with the next frame.  The object is of no use afterwards.
         """
+        if isinstance(self._fault, Lost):
+            return  # it was freed already, by `Client.reconnect`
         self._check()
         client = self._client
         client._session.post(Free(0, self.id, client._fence(fence)), self)
         client._forget(self)
+
+    def take_copies(self) -> list[int]:
+        """The copies still to be made; they count as made from now on, so make them on the stream that writes."""
+        client = self._client
+        self._made = self._copied(client._submitted, client._completed)
+        return self._take(client._submitted + 1)  # they may be part of a step that is not submitted yet
 
     def _check(self) -> None:
         super()._check()

@@ -228,7 +228,7 @@ class Session:
             if table._asked != SETTLED:
                 waits = waits or table._asked == SENT
                 continue
-            table._cut(length)
+            table._give_up(length)
             table._mark = NEVER
             table._asked = SENT
             table._seat(length)

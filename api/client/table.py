@@ -104,6 +104,10 @@ class Table:
         "_pending",
         "_tell",
         "_copies",
+        "_given",
+        "_taken",
+        "_taken_step",
+        "_made",
         "_asked",
         "_answer",
         "_error",
@@ -137,6 +141,9 @@ class Table:
         self._pending = array("i")
         self._tell: Callable[[int], None] = self._pending.append
         self._copies: list[int] = []
+        # Replies that brought copies: how many came, of how many the copies were taken to be made and in which step at
+        # the latest, and of how many they were known to be made when the last were taken.
+        self._given = self._taken = self._taken_step = self._made = 0
         self._asked = SETTLED
         self._answer: Later | Never | None = None
         self._error: KvslotError | None = None
@@ -168,8 +175,18 @@ class Table:
 
     def take_copies(self) -> list[int]:
         """The copies still to be made; they count as made from now on, so make them."""
+        return self._take(0)
+
+    def _take(self, step: int) -> list[int]:
+        """The copies still to be made, which will be once `step` has completed."""
         taken, self._copies = self._copies, []
+        self._taken = self._given
+        self._taken_step = max(self._taken_step, step)
         return taken
+
+    def _copied(self, submitted: int, completed: int) -> int:
+        """Of how many replies the copies have surely been made: with steps under way, those of steps that ended."""
+        return self._taken if submitted == completed or self._taken_step <= completed else self._made
 
     def slot_of(self, position: int) -> int:
         """The slot of one position; O(extents).  For many use `kvslot.api.client.indices`."""
@@ -234,6 +251,7 @@ class Table:
         self.extents = answer.extents
         self.capacity = answer.capacity
         self._copies = answer.copies
+        self._given += bool(answer.copies)
         if sum(answer.extents[1::2]) != answer.capacity or answer.capacity < length:
             raise PeerFault(
                 f"{len(answer.extents) // 2} extents do not place the {answer.capacity} positions of sequence {self.id}"
@@ -272,6 +290,16 @@ class Table:
             del extents[-2:]
         self.capacity = capacity
 
+    def _give_up(self, capacity: int) -> None:
+        """Positions from `capacity` on are the daemon's again."""
+        self._cut(capacity)
+        self._stepped_length = min(self._stepped_length, capacity)  # what comes there next is written anew
+        if self._copies:
+            # Those into slots that were given back must not be made: the slots may be another's by now.
+            self._copies = _copies_within(self._copies, self.extents)
+            if not self._copies:
+                self._taken = self._given
+
     def _add(self, extents: list[int]) -> None:
         """Further positions stand in `extents`; where they touch what is there, it grows."""
         mine = self.extents
@@ -309,7 +337,9 @@ class Table:
         self._cut(position)
         self._add(given)
         self.capacity = capacity
-        self._copies += answer.copies
+        if answer.copies:
+            self._copies += answer.copies
+            self._given += 1
         self._asked = SETTLED
         self._answer = self._error = None
         self._note_run(capacity - before)
@@ -333,10 +363,7 @@ class Table:
         del self._pending[max(length - self._told, 0) :]
         self._told = min(self._told, length)
         self._own_from = min(self._own_from, keep_to)
-        self._cut(min(keep_to, self.capacity))
-        if self._copies:
-            # Those into slots that were given back must not be made: the slots may be another's by now.
-            self._copies = _copies_within(self._copies, self.extents)
+        self._give_up(min(keep_to, self.capacity))
         self._add(extents)
         self.capacity = keep_to + sum(extents[1::2])
         self._asked = SETTLED
@@ -349,6 +376,7 @@ class Table:
     def _roll_back(self, keep_to: int) -> None:
         """Drops tokens from `keep_to` on that nobody has been told of; their slots are written again."""
         del self._pending[keep_to - self._told :]
+        self._stepped_length = min(self._stepped_length, keep_to)
         self._seat(keep_to)
 
     def _untold(self, length: int) -> bytes:
