@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Hashable
 from itertools import islice
 from time import monotonic, perf_counter_ns
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from kvslot.api.wire import BadRequest, PeerFault, Reader, Refused, decode_request, encode, messages
 
@@ -29,14 +29,26 @@ if TYPE_CHECKING:
     from kvslot.daemon.server import Server
 
 RECEIVE_BYTES: Final = 1 << 18
+TURN_FRAMES: Final = 256
+"""Frames that are cut out of what came at a time; a flood of tiny ones is not cut before it is served."""
 TURN_VERBS: Final = 64
 """Verbs that one client is served before the others have their turn: about a millisecond."""
-LONG_BYTES: Final = 1 << 15
-"""Of a prompt (8,192 tokens) from which on room is made in slices first: evicting for it at once would stall others."""
+LONG_TOKENS: Final = 2048
+"""Asked for at once, from which on room is made in slices first: evicting for it at once would hold up all others."""
 SAMPLE: Final = 16
 """One turn in so many is timed step by step."""
 FEW_BYTES: Final = 1 << 16
 """Frames that wait together are sent as one piece up to so many bytes, since joining them copies them."""
+
+Long = messages.Allocate | messages.Extend
+
+
+def is_long(request: messages.Request) -> TypeGuard[Long]:
+    """Whether a request asks for so much that room is made for it first."""
+    if type(request) is messages.Allocate:
+        return len(request.tokens) > 4 * LONG_TOKENS
+    return type(request) is messages.Extend and request.tokens > LONG_TOKENS
+
 
 _buffer = memoryview(bytearray(RECEIVE_BYTES))  # one for all: what it holds is taken out before the next recv
 
@@ -58,7 +70,7 @@ class Connection:
         self._reader = Reader(server.settings.frame_bytes)
         self._backlog: deque[bytes | memoryview] = deque()
         self._batch: _Batch | None = None
-        self._postponed: messages.Allocate | None = None  # room is being made for it, a little at a time
+        self._postponed: Long | None = None  # room is being made for it, a little at a time
         self._out = bytearray()
         self._held: bytearray | None = None  # replies, while the hub answers several clients
         self._pushes: dict[Hashable, messages.Push] = {}
@@ -72,7 +84,8 @@ class Connection:
 
     def readable(self) -> None:
         """The socket has something: one recv, and what it completes is served."""
-        began = perf_counter_ns()
+        self._turns += 1
+        began = 0 if self._turns % SAMPLE else perf_counter_ns()
         try:
             size = self.sock.recv_into(_buffer)
         except (BlockingIOError, InterruptedError):
@@ -84,38 +97,41 @@ class Connection:
             self.end("closed by the client")
             return
         try:
-            bodies = self._reader.feed(bytes(_buffer[:size]))
+            bodies = self._reader.feed(bytes(_buffer[:size]), TURN_FRAMES)
         except PeerFault as fault:
             self.fault(fault)
             return
         if not bodies:
             return
         if len(bodies) == 1 and not self._backlog and self._batch is None:
-            self._turns += 1
-            self._serve_one(bodies[0], began if not self._turns % SAMPLE else 0)
+            self._serve_one(bodies[0], began)
             return
         self._backlog.extend(bodies)
-        self._turn()
+        self._turn(began)
 
     def _serve_one(self, body: bytes | memoryview, began: int) -> None:
         """What is nearly always so: one frame, answered at once."""
         server = self.server
+        received = perf_counter_ns() if began else 0
         try:
             request = decode_request(body)
         except PeerFault as fault:
             self.fault(fault)
             return
-        if type(request) is messages.Batch and len(request.verbs) > TURN_VERBS:
+        kind = type(request)
+        in_turns = kind is messages.Hello and bool(self._out)
+        if type(request) is messages.Batch:
+            in_turns = len(request.verbs) > TURN_VERBS or len(body) > 4 * LONG_TOKENS
+        if in_turns:
             self._backlog.append(body)
             self._turn()
             return
         decoded = perf_counter_ns() if began else 0
         now = monotonic()
-        if type(request) is messages.Allocate and len(request.tokens) > LONG_BYTES:
-            if server.makes_room(self, request, now):
-                self._postponed = request
-                self.pause_reading()
-                return
+        if is_long(request) and server.makes_room(self, request, now):
+            self._postponed = request
+            self.pause_reading()
+            return
         reply = server.answer(self, request, now)
         applied = perf_counter_ns() if began else 0
         if reply is not None:
@@ -124,16 +140,21 @@ class Connection:
             if not self.closed:
                 self.send(frame)
             if began:
-                server.latency.sample(type(request), began, decoded, applied, encoded, perf_counter_ns())
+                server.latency.sample(kind, began, received, decoded, applied, encoded, perf_counter_ns())
         server.after(self, now)
 
-    def _turn(self) -> None:
-        """Serves what has come, up to TURN_VERBS; the rest waits until the others have been served."""
+    def _turn(self, began: int = 0) -> None:
+        """Serves what has come, up to TURN_VERBS; the rest waits until the others have been served.
+
+        `began`: when the socket was looked at, where the first frame of this turn is to be timed.
+        """
         self._scheduled = False
         if self.closed:
             return
         server, backlog = self.server, self._backlog
         now = monotonic()
+        received = perf_counter_ns() if began else 0
+        timed: tuple[type, int, int, int] | None = None
         left = TURN_VERBS
         frames: list[bytes] = []
         size = 0
@@ -146,8 +167,11 @@ class Connection:
             batch = self._batch
             if batch is not None:
                 for verb in islice(batch.verbs, left):
-                    batch.results.append(server.answer_in_batch(self, verb, now))
                     left -= 1
+                    if is_long(verb) and server.makes_room(self, verb, now):
+                        self._postponed = verb
+                        break
+                    batch.results.append(server.answer_in_batch(self, verb, now))
                 if len(batch.results) < batch.size:
                     break
                 self._batch = None
@@ -155,35 +179,55 @@ class Connection:
                 size += len(frames[-1])
                 continue
             if not backlog:
-                break
+                try:
+                    backlog.extend(self._reader.cut(TURN_FRAMES))
+                except PeerFault as fault:
+                    self._send_all(frames)
+                    self.fault(fault)
+                    return
+                if not backlog:
+                    break
+            body = backlog.popleft()
             try:
-                request = decode_request(backlog.popleft())
+                request = decode_request(body)
             except PeerFault as fault:
                 self._send_all(frames)
                 self.fault(fault)
                 return
             left -= 1
-            if (
-                type(request) is messages.Allocate
-                and len(request.tokens) > LONG_BYTES
-                and server.makes_room(self, request, now)
-            ):
+            decoded = perf_counter_ns() if began else 0
+            if is_long(request) and server.makes_room(self, request, now):
                 self._postponed = request
                 break
+            if type(request) is messages.Hello:
+                # The Welcome goes out by itself, with descriptors: after all that was said before.
+                self._send_all(frames)
+                frames, size = [], 0
+                if self._out:
+                    backlog.appendleft(body)
+                    break
             if type(request) is messages.Batch and server.takes_batch(self, request):
                 self._batch = _Batch(request)
                 continue
             reply = server.answer(self, request, now)
+            applied = perf_counter_ns() if began else 0
             if reply is not None:
                 frames.append(encode(reply))
                 size += len(frames[-1])
+                if began and timed is None:
+                    timed = (type(request), decoded, applied, perf_counter_ns())
         self._send_all(frames)
+        if timed is not None:
+            kind, decoded, applied, encoded = timed
+            server.latency.sample(kind, began, received, decoded, applied, encoded, perf_counter_ns())
         server.after(self, now)
         if self._over():
             return
+        if self._batch is None:
+            self._flush_pushes()
         if self._postponed is not None:
             self.pause_reading()
-        elif self._batch is not None or backlog:
+        elif self._batch is not None or backlog or self._reader.uncut:
             self.pause_reading()
             if not self._scheduled and not self._writing:
                 self._scheduled = True
@@ -197,9 +241,12 @@ class Connection:
         if request is None or self._over():
             return
         now = monotonic()
-        reply = self.server.answer(self, request, now)
-        if reply is not None and not self.closed:
-            self.send(encode(reply))
+        if self._batch is not None:
+            self._batch.results.append(self.server.answer_in_batch(self, request, now))
+        else:
+            reply = self.server.answer(self, request, now)
+            if reply is not None and not self.closed:
+                self.send(encode(reply))
         self.server.after(self, now)
         self._read_on()
 
@@ -207,7 +254,7 @@ class Connection:
         """After the socket took all, or a request that was postponed: what has come is served, or more is read."""
         if self._over() or self._writing or self._postponed is not None:
             return
-        if self._batch is not None or self._backlog:
+        if self._batch is not None or self._backlog or self._reader.uncut:
             if not self._scheduled:
                 self._scheduled = True
                 self.server.loop.call_soon(self._turn)
@@ -305,7 +352,8 @@ class Connection:
     def push(self, key: Hashable, message: messages.Push) -> None:
         """Tells the client, now or when its socket has room; of the same key only the latest."""
         self._pushes[key] = message
-        if not self._out:
+        # Not between the turns of a batch: it may be about a ticket that only the batch's results will name.
+        if not self._out and self._batch is None:
             self._flush_pushes()
 
     def unpush(self, key: Hashable) -> None:
@@ -326,9 +374,16 @@ class Connection:
         return len(self._out)
 
     @property
+    def in_batch(self) -> bool:
+        """Verbs of a Batch are being answered, whose own ids mean nothing."""
+        return self._batch is not None
+
+    @property
     def idle(self) -> bool:
         """Nothing has been asked that is not answered, and nothing answered that is not sent."""
-        return not self._out and not self._backlog and self._batch is None and self._postponed is None
+        return not (
+            self._out or self._backlog or self._batch or self._postponed is not None or self._reader.uncut
+        )
 
     # -- the end -----------------------------------------------------------------------------------------------
 

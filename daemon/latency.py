@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-STEPS: Final = ("decoded", "applied", "encoded", "sent", "all")
+STEPS: Final = ("received", "decoded", "applied", "encoded", "sent", "all")
 CLASSES: Final = 40  # up to 2^40 ns, a quarter of an hour
 
 
@@ -23,8 +23,10 @@ class Latency:
         self._sums: dict[type, list[int]] = {}
         self._histograms: dict[type, list[list[int]]] = {}
 
-    def sample(self, verb: type, began: int, decoded: int, applied: int, encoded: int, sent: int) -> None:
-        """The times (ns) at which a verb's steps were done."""
+    def sample(
+        self, verb: type, began: int, received: int, decoded: int, applied: int, encoded: int, sent: int
+    ) -> None:
+        """The times (ns) at which a verb's steps were done; of the first verb where several came at once."""
         sums = self._sums.get(verb)
         if sums is None:
             sums = self._sums[verb] = [0] * (len(STEPS) + 1)
@@ -32,7 +34,14 @@ class Latency:
         histograms = self._histograms[verb]
         sums[-1] += 1
         for step, ns in enumerate(
-            (decoded - began, applied - decoded, encoded - applied, sent - encoded, sent - began)
+            (
+                received - began,
+                decoded - received,
+                applied - decoded,
+                encoded - applied,
+                sent - encoded,
+                sent - began,
+            )
         ):
             sums[step] += ns
             histograms[step][ns.bit_length()] += 1

@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +50,7 @@ from kvslot.api.wire import (
 )
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.collector import Collector
-from kvslot.daemon.connection import Connection
+from kvslot.daemon.connection import Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
 from kvslot.daemon.hub import Hub
@@ -272,31 +273,44 @@ class Server:
         self._replenishing = False
         self.replenish()
 
-    def makes_room(self, connection: Connection, request: messages.Allocate, now: float) -> bool:
-        """Whether room is made for a long prompt first, in slices; `connection.go_on` is called when that is done.
+    def makes_room(self, connection: Connection, request: Long, now: float) -> bool:
+        """Whether room is made for a long request first, in slices; `connection.go_on` is called when that is done.
 
         Only what the verb would evict at once anyway, and what it will find is used first, so that this does not go.
         """
         member = connection.member
         if (
             member is None
-            or self.draining
-            or request.namespace not in member.roots
-            or len(request.tokens) & 3
-            or not request.id
-            or request.sequence in member.sequences
-            or len(member.sequences) >= self.settings.sequences_max
+            or member.session.life
             or member.session.owes
+            or not (request.id or connection.in_batch)
         ):
             return False  # the verb says what is wrong
         pool = member.hosted.core
         runs, cell = pool.runs, pool.cell
-        need = len(request.tokens) >> 2
-        if pool.admission.busy or request.ticket or need <= runs.cells_free * cell or need > pool.usable:
+        if pool.admission.busy:
+            ticket = pool.admission.waiting.get(request.ticket)
+            if ticket is None or ticket.ready < 0:
+                return False  # others come first
+        if isinstance(request, messages.Extend):
+            if request.sequence not in member.sequences:
+                return False
+            need = request.tokens
+        elif (
+            self.draining
+            or request.namespace not in member.roots
+            or len(request.tokens) & 3
+            or request.sequence in member.sequences
+            or len(member.sequences) >= self.settings.sequences_max
+        ):
             return False
-        need -= pool.touch(request.namespace, request.tokens)
-        free = runs.cells_free * cell
-        if need <= free or need <= runs.total + pool.ledger.counts[FENCED]:
+        else:
+            need = len(request.tokens) >> 2
+        if need <= runs.cells_free * cell or need > pool.usable:
+            return False
+        if isinstance(request, messages.Allocate):
+            need -= pool.touch(request.namespace, request.tokens)
+        if need <= runs.cells_free * cell or need <= runs.total + pool.ledger.counts[FENCED]:
             return False
         if need > member.session.quota_left():
             return False  # nobody else's cache is emptied for what will be refused
@@ -481,17 +495,12 @@ class Server:
         )
 
     def rejoined(self, connection: Connection, member: Member, now: float) -> None:
-        """A lost session's process has come back."""
+        """A lost session's process has come back.  It owes nothing any more: it gave way by being lost."""
         connection.member = member
         connection.used = True
         member.connection = connection
         if member.session.fences:
             self.fence_waits(member)
-        for handle, deadline in member.session.owes.items():
-            name = member.by_handle.get(handle)
-            if name is not None:
-                left = max(0, int((deadline - now) * 1e3))
-                connection.push(("preempt", name), messages.Preempt(name, left))
         sparing(log, "session_resumed", SESSION_LINES, session=member.number, pid=member.peer.pid)
 
     def left(self, connection: Connection, member: Member) -> None:
@@ -796,8 +805,16 @@ class Server:
         """
         if self._audits:
             raise Busy("an audit is running already")
-        readable, writable = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        pid = os.fork()
+        try:
+            readable, writable = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise Busy(f"no audit now: {error.strerror}") from None
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(readable)
+            os.close(writable)
+            raise Busy(f"no audit now: {error.strerror}") from None
         if not pid:
             status = 1
             try:
@@ -809,9 +826,12 @@ class Server:
                 os.closerange(writable + 1, DESCRIPTORS_ALL)
                 faults = core.audit(hosted.core)
                 os.set_blocking(writable, True)
-                with os.fdopen(writable, "wb") as pipe:
-                    pipe.write(json.dumps(faults[:100]).encode())
-                status = 0
+                left = memoryview(json.dumps(faults[:100]).encode())
+                while left:
+                    left = left[os.write(writable, left) :]
+                status = 0  # the pipe is left to be closed with the process: who reads its end finds that gone, too
+            except BaseException:  # noqa: BLE001 -- nothing may leave this copy of the process but by _exit
+                traceback.print_exc()
             finally:
                 os._exit(status)
         os.close(writable)
@@ -830,7 +850,7 @@ class Server:
         self.loop.remove_reader(readable)
         os.close(readable)
         connection, number, began, pid = self._audits.pop(readable)
-        os.waitpid(pid, 0)
+        self._reap(pid)
         try:
             faults = [str(each) for each in json.loads(b"".join(chunks))]
         except ValueError:
@@ -839,6 +859,11 @@ class Server:
             log.error("audit_failed", faults=faults[:10], count=len(faults))
         if not connection.closed:
             connection.send(encode(messages.Audited(number, faults, (time.perf_counter() - began) * 1e3)))
+
+    def _reap(self, pid: int) -> None:
+        """Takes note of a copy's end, which may be a moment away, without waiting for it."""
+        if not os.waitpid(pid, os.WNOHANG)[0]:
+            self.loop.call_later(0.05, self._reap, pid)
 
 
 class _View:

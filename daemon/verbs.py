@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import chain
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvslot import __version__
@@ -22,6 +23,7 @@ from kvslot.allocator.results import UNLIMITED
 from kvslot.allocator.sessions import PEELED
 from kvslot.allocator.slots import FENCED
 from kvslot.api.wire import (
+    PUSHES,
     VERSION,
     BadRequest,
     Busy,
@@ -136,7 +138,9 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
     if m.resume:
         return _resume(server, connection, m, now)
     peer = connection.peer
-    lost = sum(each.peer.pid == peer.pid and each.connection is None for each in server.sessions.values())
+    lost = sum(
+        each.peer.pid == peer.pid and each.session.life == core.Life.LOST for each in server.sessions.values()
+    )
     if lost >= max(LOST_LEAST, server.sessions_max // 8):
         # Each is kept aside as long as the process lives; one process shall not keep all that there may be.
         raise Busy(
@@ -147,6 +151,8 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
             f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or all that descriptors allow)"
         )
     hosted = server.hosted(m.pool)
+    if m.group and not m.map:
+        raise BadRequest("a session without memory has no steps, so it cannot be one of a group")
     description = hosted.description
     if m.fingerprint and m.fingerprint != description.fingerprint:
         raise WrongVersion(
@@ -232,6 +238,8 @@ def _welcome(
     """Sends the Welcome itself where descriptors go with it."""
     settings = server.settings
     names = ["pool", "page", "wake"] if member.mapped else []
+    if member.page is not None:
+        member.page.words[PUSHES] = 0  # from here on it counts what the client will read behind this Welcome
     welcome = messages.Welcome(
         id=number,
         version=VERSION,
@@ -470,6 +478,7 @@ def free(server: Server, connection: Connection, m: messages.Free, now: float) -
     member.hosted.core.free(session, entry.handle, fence=m.fence, now=now)
     del member.sequences[m.sequence]
     del member.by_handle[entry.handle]
+    connection.unpush(("preempt", m.sequence))
     if session.fences:
         server.fence_waits(member)
     return messages.Done(m.id)
@@ -522,8 +531,15 @@ def inspect(server: Server, connection: Connection, m: messages.Inspect, now: fl
 
 def evict(server: Server, connection: Connection, m: messages.Evict, now: float) -> messages.Reply:
     """Empties the cache, or some of it; no more at a time than the others can wait for."""
-    hosted = server.hosted(m.pool)
-    return messages.Evicted(m.id, hosted.core.evict(min(m.tokens, EVICT_TOKENS), now=now))
+    pool = server.hosted(m.pool).core
+    until = perf_counter_ns() + EVICT_NS
+    left = m.tokens
+    while left > 0 and perf_counter_ns() < until:
+        gone = pool.evict(min(left, EVICT_STEP), now=now)
+        left -= gone
+        if not gone:
+            break
+    return messages.Evicted(m.id, m.tokens - max(left, 0))
 
 
 def audit(server: Server, connection: Connection, m: messages.Audit, now: float) -> messages.Reply | None:
@@ -550,8 +566,10 @@ NAMESPACES: Final = 1024
 """Namespaces of one session: one a tenant and adapter it serves, and not one a request."""
 LOST_LEAST: Final = 4
 """Lost sessions that a process may have in any case; beyond, an eighth of all that there may be."""
-EVICT_TOKENS: Final = 1 << 20
-"""Tokens of one Evict: a few milliseconds.  Who wants more asks again."""
+EVICT_NS: Final = 2_000_000
+"""Of one Evict.  Who wants more asks again."""
+EVICT_STEP: Final = 512
+"""Tokens between two looks at the time."""
 
 TABLE: Final[dict[type, Row]] = {
     messages.Hello: Row(Permission.ANYONE, hello),

@@ -36,16 +36,23 @@ _outgoing = msgspec.msgpack.Decoder(Outgoing)
 class Reader:
     """Cuts a stream into frames."""
 
-    __slots__ = ("limit", "_need", "_parts", "_size")
+    __slots__ = ("limit", "uncut", "_need", "_parts", "_size")
 
     def __init__(self, limit: int = FRAME_BYTES) -> None:
         self.limit = limit
+        self.uncut = False  # there may be whole frames in what was fed: `cut` has them
         self._parts: list[bytes | memoryview] = []  # of frames that are not complete: joined once they are
         self._size = 0  # bytes they have
         self._need = 0  # bytes at which there is something to cut
 
-    def feed(self, data: bytes) -> list[bytes | memoryview]:
+    def cut(self, most: int) -> list[bytes | memoryview]:
+        """More of what was fed, where `feed` stopped at `most`."""
+        return self.feed(b"", most) if self.uncut else []
+
+    def feed(self, data: bytes, most: int = 1 << 30) -> list[bytes | memoryview]:
         """The bodies that `data` completes, in order; raises PeerFault on a length that is 0 or beyond the limit.
+
+        At most `most` of them: what is left is kept as it is, and `uncut` says so.
 
         Frames that came before a bad length in the same `data` are lost with it: the stream ends there.
         """
@@ -57,16 +64,22 @@ class Reader:
                 if len(self._parts) > PARTS:
                     self._parts = [b"".join(self._parts)]
                 return []
-            data = b"".join(self._parts)
+            whole = self._parts[0] if len(self._parts) == 2 and not data else b"".join(self._parts)
             self._parts.clear()
             self._size = 0
         elif size >= HEAD and _length(data)[0] == size - HEAD and 0 < size - HEAD <= self.limit:
             # What is nearly always so: one whole frame.
             return [memoryview(data)[HEAD:]]
-        view = memoryview(data)
+        else:
+            whole = data
+        self.uncut = False
+        view = memoryview(whole)
         bodies: list[bytes | memoryview] = []
         at, need = 0, HEAD
         while size - at >= HEAD:
+            if len(bodies) >= most:
+                self.uncut = True
+                break
             length = _length(view, at)[0]
             if not 0 < length <= self.limit:
                 raise PeerFault(f"a frame of {length} bytes: from 1 to {self.limit} are allowed")
@@ -76,7 +89,7 @@ class Reader:
             at += HEAD + length
             bodies.append(view[at - length : at])
         if at < size:
-            self._parts.append(view[at:] if at else data)
+            self._parts.append(view[at:])
             self._size, self._need = size - at, need
         return bodies
 

@@ -13,7 +13,7 @@ from kvslot.api.wire import CODES, messages, page
 from kvslot.daemon import inspection, server
 from kvslot.daemon.config import Settings
 from kvslot.daemon.connection import TURN_VERBS
-from kvslot.daemon.verbs import EVICT_TOKENS, NAMESPACES, TABLE
+from kvslot.daemon.verbs import EVICT_NS, NAMESPACES, TABLE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
@@ -91,7 +91,7 @@ def test_limits_are_as_described() -> None:
         assert getattr(defaults, name) == float(figure) * (1 << 20 if unit else 1), name
     assert f"| verbs of one client in a turn | {TURN_VERBS} |" in text
     assert f"| namespaces of a session | {NAMESPACES} |" in text
-    assert f"| tokens of one Evict | {EVICT_TOKENS} |" in text
+    assert f"| time of one Evict | {EVICT_NS // 1_000_000} ms |" in text
 
 
 def test_kinds_and_settings_are_as_described() -> None:
