@@ -183,7 +183,8 @@ class Witness:
         assert not self.paint.wrong(KEPT, self.kept), where
         audited = self.control.call(messages.Audit)
         assert not audited.faults, (where, audited.faults)
-        self.control.call(Evict, 1 << 20)
+        while self.control.call(Evict, 1 << 20).tokens:
+            pass  # a part at a time
         assert waiter.call(Probe, waiter.namespace, PROMPT).hit == 0, where
         until(lambda: self.daemon.descriptors() == self.descriptors, 5.0, f"{where}: descriptors are left")
         return int(length)

@@ -337,7 +337,8 @@ def test_S05_looked_up_then_evicted(daemon: Running) -> None:
                     assert isinstance(other.call(Allocate, other.namespace, 1, most), Later)
                     assert not mine.wrong(prompt, again.extents, 99)
                 wire.call(Free, 1)
-        wire.call(Evict, 1 << 20)
+        while wire.call(Evict, 1 << 20).tokens:
+            pass  # a part at a time
 
 
 def test_S65_clients_that_come_and_go_fill_no_disk(other_daemon: Running) -> None:
