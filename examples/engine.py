@@ -1,4 +1,4 @@
-"""An engine in sixty lines: a toy model whose K and V live in a kvslot pool, read and written in place.
+"""An engine in sixty lines of code: a toy model whose K and V live in a kvslot pool, read and written in place.
 
     kvslotd --demo --socket ./kvslot.sock &
     python examples/engine.py --socket ./kvslot.sock "Once upon a time" "Once upon a midnight dreary"

@@ -99,7 +99,9 @@ class Engine:
                     self.count("preempted")
         self.client.flush()
         what = rng.random()
-        if what < 0.25 or not self.running:
+        if what > 0.98:
+            self.lose()
+        elif what < 0.25 or not self.running:
             self.start()
         elif what < 0.7:
             self.step()
@@ -110,8 +112,7 @@ class Engine:
             elif what < 0.84:
                 self.fork(each)
             elif what < 0.92:
-                each.sequence.commit(wait=rng.random() < 0.5)
-                self.count("committed")
+                self.commit(each, wait=rng.random() < 0.5)
             else:
                 self.free(each)
 
@@ -172,9 +173,31 @@ class Engine:
     def free(self, each: Request) -> None:
         self.check(each)
         if self.random.random() < 0.7:
-            each.sequence.commit(wait=False)
+            self.commit(each, wait=False)
         each.sequence.free()
         self.running.remove(each)
+
+    def commit(self, each: Request, *, wait: bool) -> None:
+        if each.sequence._spoiled is None:  # after a lost commit there are no more
+            each.sequence.commit(wait=wait)
+            self.count("committed")
+
+    def lose(self) -> None:
+        """The connection ends, with whatever is under way, and is taken up again."""
+        self.client.flush()
+        if self.random.random() < 0.5:
+            self.client._connection.wait(
+                0.01
+            )  # what was asked is likely to be done, and its answer to be lost
+        self.client._connection.lost("a test cut it")
+        self.client.reconnect()
+        self.count("reconnected")
+        for each in list(self.running):
+            if each.sequence.ended:
+                self.running.remove(each)
+                self.count("lost")
+            else:
+                self.check(each)
 
     def leave(self) -> None:
         for each in list(self.running):
@@ -187,7 +210,7 @@ class Engine:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_slot_reads_as_it_was_computed(daemon: Running, seed: int) -> None:
-    """Four engines of different kernels allocate, append, fork, roll back, commit and free: no byte is another's."""
+    """Four engines of different kernels do all there is to do, and lose their connections: no byte is another's."""
     engines = [Engine(str(daemon.socket), 10 * seed + i, options) for i, options in enumerate(ENGINES)]
     rng = random.Random(seed)
     for turn in range(600):
@@ -201,6 +224,6 @@ def test_every_slot_reads_as_it_was_computed(daemon: Running, seed: int) -> None
         for what, count in engine.done.items():
             done[what] = done.get(what, 0) + count
         engine.leave()
-    assert {"hit", "missed", "stepped", "trimmed", "forked", "committed"} <= set(done), done
+    assert {"hit", "missed", "stepped", "trimmed", "forked", "committed", "reconnected"} <= set(done), done
     with Control(str(daemon.socket)) as control:
         assert control.audit().faults == []

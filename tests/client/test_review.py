@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvslot import Client
-from kvslot.api.client import AsyncClient, Lost, Sequence, indices
+from kvslot.api.client import AsyncClient, Connection, Lost, Sequence, indices
 from kvslot.api.client.table import Table
 from kvslot.api.wire import COMPLETED, PUSHES, BadRequest, Disconnected, Ended, OutOfTurn
 from kvslot.api.wire.messages import (
@@ -476,12 +476,15 @@ def test_a_push_that_came_with_the_welcome_is_read(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Client, "_listen", late)
     with Client(str(daemon.socket)) as client:
-        looked: list[bool] = []
-        poll = client._connection.poll
-        monkeypatch.setattr(type(client._connection), "poll", lambda _: looked.append(True) or poll())
-        with client.step():
-            pass
+        looked: list[Connection] = []
+
+        def poll(connection: Connection) -> None:
+            looked.append(connection)  # and has nothing to give
+
+        monkeypatch.setattr(Connection, "poll", poll)
+        client.submit()
         assert looked
+        client.complete()
 
 
 def test_a_lost_grown_of_a_real_daemon_publishes_nothing(daemon: Running) -> None:
