@@ -466,6 +466,17 @@ def test_an_error_completes_no_step_that_is_under_way(daemon: Running) -> None:
         client.complete()
 
 
+def polls(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """From here on there is nothing to be read; who looked all the same."""
+    looked: list[Connection] = []
+
+    def poll(connection: Connection) -> None:
+        looked.append(connection)
+
+    monkeypatch.setattr(Connection, "poll", poll)
+    return looked
+
+
 def test_a_push_that_came_with_the_welcome_is_read(monkeypatch: pytest.MonkeyPatch, daemon: Running) -> None:
     """What is pushed before the client looks at its page for the first time is taken in by the next step."""
     opened: Callable[..., None] = Client._listen
@@ -476,14 +487,28 @@ def test_a_push_that_came_with_the_welcome_is_read(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Client, "_listen", late)
     with Client(str(daemon.socket)) as client:
-        looked: list[Connection] = []
-
-        def poll(connection: Connection) -> None:
-            looked.append(connection)  # and has nothing to give
-
-        monkeypatch.setattr(Connection, "poll", poll)
+        looked = polls(monkeypatch)
         client.submit()
         assert looked
+        client.complete()
+
+
+def test_pushes_of_a_lost_connection_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, daemon: Running
+) -> None:
+    """After a reconnect the page's count begins anew on both sides: a step that was told nothing looks at no socket."""
+    with Client(str(daemon.socket)) as client:
+        client._words[PUSHES] = 5  # of which two were lost with the connection
+        client._session.pushes = 3
+        client._connection.lost("a test cut it")
+        client.reconnect()
+        looked = polls(monkeypatch)
+        client.submit()
+        assert not looked
+        client._words[PUSHES] += 1
+        client.submit()
+        assert looked
+        client._words[PUSHES] -= 1
         client.complete()
 
 
