@@ -47,6 +47,7 @@ class HostedPool:
             generation=device.export().generation,
             kind="memfd",
             planes=layout.place(core.slots),
+            append=config.append,
         )
 
     def enter(self, root: int) -> None:

@@ -430,6 +430,12 @@ def fork(server: Server, connection: Connection, m: messages.Fork, now: float) -
         raise TooLarge(f"{len(member.sequences)} sequences are running in this session (sequences_max)")
     pool, session = member.hosted.core, member.session
     handle = _changed(member, m.sequence)
+    waiting = member.sequences[m.sequence].given[m.copied :]
+    if waiting and (m.length < 0 or min(waiting) < m.length):
+        raise OutOfTurn(
+            f"fork of sequence {m.sequence}: copies from position {min(waiting)} on have been listed and not been made "
+            f"(copied {m.copied}); the child would read what is not there"
+        )
     if m.written:
         pool.wrote(session, handle, m.written)
     answer = pool.fork(session, handle, length=m.length, now=now, ticket=m.ticket)

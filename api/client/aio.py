@@ -191,7 +191,7 @@ class AsyncClient(asyncio.Protocol):
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max, False,
             False, quota,
         )  # fmt: skip
-        self._copying = page > 1 or append != "chain"  # whether more room may come with copies
+        self._copying = False  # whether more room may come with copies; known with the Welcome
         self._transport: asyncio.Transport | None = None
         self._reader = Reader(FRAME_BYTES + 1024)
         self._replies: deque[tuple[msgspec.Struct, asyncio.Future[messages.Outgoing]]] = deque()
@@ -228,6 +228,7 @@ class AsyncClient(asyncio.Protocol):
         self.limits = answer.limits
         """What the daemon allows one session."""
         self._namespaces[self._hello.namespace] = answer.namespace
+        self._copying = self._hello.page > 1 or (self._hello.append or answer.pool.append) != "chain"
         self._session = Session(answer.limits, answer.pool.quantum, 0)
         return self
 
@@ -512,7 +513,8 @@ class AsyncClient(asyncio.Protocol):
         parent._check_copies()
         child = AsyncSequence(self, session.next_sequence(), parent.namespace, parent.priority)
         batch = Batch(
-            session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]
+            session.next_id(),
+            [Fork(1, parent.id, child.id, length, length, ticket, parent._taken), Extend(1, child.id)],
         )
         parent._asked = SENT  # the parent stays where it is, as long as this is under way
         try:

@@ -202,8 +202,7 @@ class Client:
         self._wake = -1
         self._closed = False
         self._page_slots = page
-        self._peels = append != "chain"  # "": the pool's default, which may be either
-        self._copying = page > 1 or self._peels  # whether more room may come with copies
+        self._peels = self._copying = False  # whether more room may come with copies; known with the Welcome
         self._namespaces: dict[Namespace, int] = {}
         self._request = messages.Hello(
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
@@ -231,6 +230,8 @@ class Client:
         """Proves that the session is one's own; see Token."""
         self._namespaces[self._request.namespace] = welcome.namespace
         first = time.monotonic_ns() if resume else 0  # what runs there already has other numbers
+        self._peels = (self._request.append or welcome.pool.append) != "chain"
+        self._copying = self._page_slots > 1 or self._peels
         self._session = Session(welcome.limits, welcome.pool.quantum, first)
         self._listen()
         self._remains = _Remains(self._connection, self.pool, self._page, self._wake)
@@ -731,7 +732,8 @@ class Client:
             self._copy(parent)
         child = Sequence(self, session.next_sequence(), parent.namespace, parent.priority)
         batch = Batch(
-            session.next_id(), [Fork(1, parent.id, child.id, length, length, ticket), Extend(1, child.id)]
+            session.next_id(),
+            [Fork(1, parent.id, child.id, length, length, ticket, parent._taken), Extend(1, child.id)],
         )
         forked, grown = self._call(batch, Results).results
         match forked:

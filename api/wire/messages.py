@@ -66,6 +66,9 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
     generation: int  # of the memory; another after each start that does not take over what was there
     kind: str  # of the descriptor: "memfd", or "none" where nothing can be mapped
     planes: list[Plane]
+    append: str = (
+        ""  # how sequences go on behind a shared partial slot, unless Hello says otherwise: "chain", "peel"
+    )
 
 
 class Limits(msgspec.Struct, array_like=True, frozen=True):
@@ -166,6 +169,7 @@ class Fork(Message, frozen=True, tag=7):
     length: Signed = -1
     written: Whole = 0
     ticket: Whole = 0
+    copied: Whole = 0  # as in Commit, of the parent: what it has not copied yet cannot be shared
 
 
 class Trim(Message, frozen=True, tag=8):
