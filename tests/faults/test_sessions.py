@@ -291,10 +291,16 @@ def test_S11_same_prompt_finished_by_several_in_one_step(seed: int) -> None:
         empty(daemon)
 
 
-def _engine(daemon_socket: Any, number: int, *, want: int) -> Callable[[Callable[[Any], None]], None]:
-    """Grows one sequence token by token, frees it on Preempt and begins anew, until it has grown to `want` tokens."""
+def _engine(
+    daemon_socket: Any, number: int, *, want: int, together: int = 0
+) -> Callable[[Callable[[Any], None]], None]:
+    """Grows one sequence token by token, frees it on Preempt and begins anew, until it has grown to `want` tokens.
+
+    With 100 tokens it first waits until `together` engines have as many, so that all are in each other's way.
+    """
 
     def work(tell: Callable[[Any], None]) -> None:
+        met = not together
         wire = Wire(daemon_socket, timeout=30.0)
         wire.hello(f"engine{number}", namespace=Namespace(tenant=f"engine{number}"))
         paint = Paint(wire, f"engine{number}")
@@ -307,6 +313,10 @@ def _engine(daemon_socket: Any, number: int, *, want: int) -> Callable[[Callable
             length = start
             capacity = sum(extents[1::2])
             while length < want:
+                if length >= 100 and not met:
+                    met = True
+                    (daemon_socket.parent / f"met{number}").touch()
+                    until(lambda: len([*daemon_socket.parent.glob("met*")]) >= together, 30.0, "not all came")
                 if capacity > length:
                     step = min(capacity, want)
                     paint.write(whole[: 4 * step], extents, length)
@@ -371,7 +381,9 @@ def test_growth_deadlock_over_eight_processes() -> None:
         running(pools=[{"blocks": 65, "reclaim_patience_ms": 20, "preempt_deadline_ms": 300}]) as daemon,
         ExitStack() as stack,
     ):
-        engines = [stack.enter_context(child(_engine(daemon.socket, n, want=500))) for n in range(8)]
+        engines = [
+            stack.enter_context(child(_engine(daemon.socket, n, want=500, together=8))) for n in range(8)
+        ]
         ended = [each.heard(60.0) for each in engines]
         assert [each[0] for each in ended] == ["finished"] * 8
         assert sum(each[1] for each in ended) > 0, "nobody was in anybody's way"
