@@ -334,6 +334,7 @@ def play_once(peer: Peer, cycle: Sequence[Frame]) -> None:
         if isinstance(request, messages.Batch):
             peer.batch(request.verbs)
         else:
+            # A union is no class to a type checker, though `isinstance` and `call` take it for one.
             peer.call(request, messages.Admitted | messages.Committed | messages.Done)  # type: ignore[arg-type]
 
 

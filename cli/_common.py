@@ -63,6 +63,7 @@ class Parser(argparse.ArgumentParser):
     argparse prints the usage of the whole command, which for twenty options is a screenful, and lets the parser of
     `kvslotctl` complain about options of its commands."""
 
+    # argparse declares two forms, the other for namespaces of one's own; `kvslotctl` has none.
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
@@ -107,7 +108,7 @@ def several(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """`--json [FILE]`: machine-readable output, on stdout without FILE."""
     parser.add_argument(
         "--json",

@@ -51,7 +51,7 @@ def add_command(
     )
     parser.set_defaults(handler=handler)
     socket = parser.add_argument("--socket", default="", metavar="PATH", help=SOCKET_HELP)
-    socket.complete = shtab.FILE  # type: ignore[attr-defined]
+    socket.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
     if pool:
         parser.add_argument("--pool", default="", metavar="NAME", help=pool_help(name))
     _common.add_json(parser)

@@ -156,7 +156,7 @@ def add(subparsers: _common.Subparsers) -> None:
     real.add_argument("--plant", default="", help=argparse.SUPPRESS)
 
     out = parser.add_argument_group("output")
-    _common.add_json(out)  # type: ignore[arg-type]
+    _common.add_json(out)
     out.add_argument("--html", metavar="FILE", help="write a self-contained page with plots")
     out.add_argument("--phases", action="store_true", help="a table for every phase, not only the whole run")
     out.add_argument("--no-optimum", action="store_true", help="skip the offline optimum")
@@ -313,14 +313,10 @@ def _list() -> int:
     from kvslot.replay import bundled, load
 
     table = Table(title="Bundled traces", title_justify="left", box=None, pad_edge=False)
-    for title, justify in (
-        ("name", "left"),
-        ("kind", "left"),
-        ("requests", "right"),
-        ("prompt tokens", "right"),
-    ):
-        table.add_column(title, justify=justify, no_wrap=title == "name")  # type: ignore[arg-type]
-    table.add_column("longest", justify="right")
+    table.add_column("name", no_wrap=True)
+    table.add_column("kind")
+    for title in ("requests", "prompt tokens", "longest"):
+        table.add_column(title, justify="right")
     table.add_column("clock")
     for name, path in bundled().items():
         trace = load(path)

@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
     shtab.add_argument_to(top, ["--print-completion"])
     config = top.add_argument("--config", metavar="FILE", help="settings, as TOML; default: $KVSLOT_CONFIG")
-    config.complete = shtab.FILE  # type: ignore[attr-defined]
+    config.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
     top.add_argument("--socket", metavar="PATH", help="the Unix socket to listen on")
     top.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
     top.add_argument("--log-format", metavar="FORMAT", help="json, console, or auto (console on a terminal)")

@@ -347,21 +347,7 @@ class AsyncClient(asyncio.Protocol):
 
     def statistics(self) -> Statistics:
         """What this client has done."""
-        session = self._session
-        return Statistics(
-            frames_sent=self._frames_sent,
-            frames_received=self._frames_received,
-            calls=session.calls,
-            waits=session.waits,
-            batches=session.batches,
-            refills=session.refills_sent,
-            refused=session.refused,
-            pushes=session.pushes,
-            posted_errors=session.posted_errors,
-            sequences=len(session.sequences),
-            steps_submitted=0,
-            steps_completed=0,
-        )
+        return self._session.statistics(self._frames_sent, self._frames_received)
 
     # -- asyncio's side ------------------------------------------------------------------------------------------
 

@@ -587,20 +587,9 @@ class Client:
 
     def statistics(self) -> Statistics:
         """What this client has done."""
-        session, connection = self._session, self._connection
-        return Statistics(
-            frames_sent=connection.frames_sent,
-            frames_received=connection.frames_received,
-            calls=session.calls,
-            waits=session.waits,
-            batches=session.batches,
-            refills=session.refills_sent,
-            refused=session.refused,
-            pushes=session.pushes,
-            posted_errors=session.posted_errors,
-            sequences=len(session.sequences),
-            steps_submitted=self._submitted,
-            steps_completed=self._completed,
+        connection = self._connection
+        return self._session.statistics(
+            connection.frames_sent, connection.frames_received, self._submitted, self._completed
         )
 
     @property
@@ -666,14 +655,14 @@ class Client:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _call(self, request: msgspec.Struct, kind: type[M]) -> M:
+    def _call(self, request: messages.Request, kind: type[M]) -> M:
         """One request, one reply, with all that is due said ahead of it."""
         answer = self._ask(request)
         if type(answer) is not kind:
             raise self._connection.broken(f"{type(answer).__name__} came where {kind.__name__} was due")
         return answer
 
-    def _ask(self, request: msgspec.Struct) -> messages.Outgoing:
+    def _ask(self, request: messages.Request) -> messages.Outgoing:
         session, connection = self._session, self._connection
         if connection.fault is not None:
             raise connection.fault
@@ -684,7 +673,7 @@ class Client:
         else:
             connection.send(frame)
         session.calls += 1
-        number: int = request.id  # type: ignore[attr-defined]
+        number = request.id
         try:
             while True:
                 answer = connection.receive()
@@ -701,7 +690,7 @@ class Client:
             if answer.id == number:
                 raise refusal(answer.code, answer.message)
             raise connection.dismissed(answer)
-        if answer.id != number:  # type: ignore[union-attr]
+        if getattr(answer, "id", -1) != number:
             raise connection.broken(f"{type(answer).__name__} came where the reply to {number} was due")
         return answer
 

@@ -240,6 +240,23 @@ class Session:
         for ticket in [ticket for ticket, table in self.waiting.items() if table._retry_at <= now]:
             self.ask(self.waiting.pop(ticket))
 
+    def statistics(self, sent: int, received: int, submitted: int = 0, completed: int = 0) -> Statistics:
+        """What its client has done, with the frames and steps that only the client counts."""
+        return Statistics(
+            frames_sent=sent,
+            frames_received=received,
+            calls=self.calls,
+            waits=self.waits,
+            batches=self.batches,
+            refills=self.refills_sent,
+            refused=self.refused,
+            pushes=self.pushes,
+            posted_errors=self.posted_errors,
+            sequences=len(self.sequences),
+            steps_submitted=submitted,
+            steps_completed=completed,
+        )
+
     def forget(self, table: Table, fault: KvslotError) -> None:
         """The sequence has ended."""
         del self.sequences[table.id]
@@ -253,9 +270,9 @@ class Session:
 
     def apply(self, message: messages.Outgoing) -> bool:
         """Takes over a push, or the replies to a packed frame; False when it is the reply to a call."""
+        if isinstance(message, Results):
+            return self._results(message)
         kind = type(message)
-        if kind is Results:
-            return self._results(message)  # type: ignore[arg-type]
         if kind in PUSHES:
             self._push(message)
             return True
@@ -285,24 +302,23 @@ class Session:
         if len(message.results) != len(items):
             raise PeerFault(f"{len(message.results)} results for a Batch of {len(items)}")
         for (verb, table), result in zip(items, message.results, strict=True):
-            kind = type(result)
-            if kind is Grown:
+            if isinstance(result, Grown):
                 if table is not None and table._fault is None:
-                    table._grown(result)  # type: ignore[arg-type]
+                    table._grown(result)
                 # else it has ended since, and what was given went back with it
-            elif kind is Done:
+            elif isinstance(result, Done):
                 continue
-            elif kind is Error:
-                self._failed(verb, table, refusal(result.code, result.message))  # type: ignore[union-attr]
+            elif isinstance(result, Error):
+                self._failed(verb, table, refusal(result.code, result.message))
             elif table is None or table._fault is not None:
                 continue
-            elif kind is Later or kind is Never:
-                self.denied(table, result)  # type: ignore[arg-type]
-            elif kind is Trimmed and type(verb) is Trim:
+            elif isinstance(result, Later | Never):
+                self.denied(table, result)
+            elif isinstance(result, Trimmed) and isinstance(verb, Trim):
                 if verb.keep_to >= 0:
-                    table._trimmed(verb.keep_to, result.capacity, result.extents)  # type: ignore[union-attr]
-            elif kind is not Committed:
-                raise PeerFault(f"{kind.__name__} is no answer to {type(verb).__name__}")
+                    table._trimmed(verb.keep_to, result.capacity, result.extents)
+            elif not isinstance(result, Committed):
+                raise PeerFault(f"{type(result).__name__} is no answer to {type(verb).__name__}")
         return True
 
     def first_room(self, child: Table, answer: messages.BatchReply) -> None:

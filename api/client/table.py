@@ -236,7 +236,7 @@ class Table:
         return self._slot
 
     def _ask(self) -> None:
-        """Has room asked for with the next frame."""
+        """Has room asked for with the next frame.  Each client has its own way: a table alone has no connection."""
         raise NotImplementedError
 
     def _check(self) -> None:
