@@ -32,7 +32,6 @@ from kvslot.api.wire import (
     Exists,
     NotFound,
     OutOfTurn,
-    PeerFault,
     Refused,
     ShuttingDown,
     StaleSession,
@@ -609,4 +608,4 @@ TABLE: Final[dict[type, Row]] = {
 POSTED: Final = (messages.Free, messages.Trim)
 """Verbs that may have id 0."""
 
-__all__ = ["POSTED", "REFUSALS", "TABLE", "Permission", "PeerFault", "Row"]
+__all__ = ["POSTED", "REFUSALS", "TABLE", "Permission", "Row"]
