@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 TICKETS_PER_SESSION = 1024  # a session that asks more often without coming back is using tickets wrongly
 NO_HANDLE = 2**63  # above every handle
-REPLAN_AFTER = 0.05  # seconds between two looks for a window: planning costs O(nodes)
+REPLAN_AFTER = 0.05  # seconds between two looks for a window or for whole pages, which cost O(nodes) ...
+REPLAN_NODES = 4096  # ... and of a tree of more nodes than this so many for each
+REPLAN_EACH = 20e-6  # of them, some twenty times what looking at it takes
 
 
 class Ticket(msgspec.Struct, gc=False, eq=False):
@@ -78,6 +80,7 @@ class Admission:
     """The queue of one pool.  `busy` is true while anybody waits."""
 
     __slots__ = (
+        "_counted",
         "_planned",
         "awaiting",
         "busy",
@@ -101,6 +104,7 @@ class Admission:
         self.patient = -1.0  # until when those whom Pressure was pushed to have time to give runs back
         self.named: dict[int, float] = {}  # victims named in it: sequence -> deadline
         self._planned = -1.0
+        self._counted: dict[int, tuple[float, int]] = {}  # by page: until when it is believed, and the count
 
     # -- new requests ------------------------------------------------------------------------------------------
 
@@ -465,7 +469,7 @@ class Admission:
         ]:
             self._remove(held)
         if self.window is not None:
-            if not self.window.blockers and now - self._planned >= REPLAN_AFTER:
+            if not self.window.blockers and now - self._planned >= self._patience():
                 # What stood in the way has been published, split or moved since.
                 self._planned = now
                 self.window.blockers = _blockers(pool, self.window.start, self.window.stop)
@@ -527,11 +531,31 @@ class Admission:
         if 0 <= ticket.looked and now - ticket.looked < REPLAN_AFTER:
             return True
         ticket.looked = now
-        page = ticket.session.page
-        if whole_pages(self.pool, page) * page < ticket.need:
+        if self.lack_pages(ticket.need, ticket.session.page, now):
             return True
         ticket.pages = False
         return False
+
+    def lack_pages(self, need: int, page: int, now: float) -> bool:
+        """Whether free and evictable slots make too few whole pages for `need` slots."""
+        return self.whole_pages(page, need, now) * page < need
+
+    def whole_pages(self, page: int, need: int, now: float) -> int:
+        """Pages as `whole_pages` counts them, which takes the longer the larger the tree is.
+
+        Of a large tree a count that did not suffice for `need` is believed for a while.
+        """
+        until, pages = self._counted.get(page, (-1.0, 0))
+        if now >= until or pages * page >= need:
+            pages = whole_pages(self.pool, page)
+            patience = self._patience()
+            self._counted[page] = (now + patience if patience > REPLAN_AFTER else now, pages)
+        return pages
+
+    def _patience(self) -> float:
+        """Seconds between two looks at every node."""
+        nodes = self.pool.tree.nodes
+        return REPLAN_AFTER if nodes < REPLAN_NODES else nodes * REPLAN_EACH
 
     def forget_session(self, session: Session) -> None:
         """A session ended or was lost: its tickets and debts go."""
@@ -596,7 +620,7 @@ class Admission:
 
     def _clear(self, ticket: Ticket, now: float) -> None:
         """Plans a window for `ticket` where none is open, and sets aside what can be had of it at once."""
-        if self.window is not None or (0 <= self._planned and now - self._planned < REPLAN_AFTER):
+        if self.window is not None or (0 <= self._planned and now - self._planned < self._patience()):
             return
         self._planned = now
         window = plan_window(self.pool, ticket)
@@ -640,6 +664,7 @@ class Admission:
 def whole_pages(pool: Placement, page: int) -> int:
     """Aligned pages that free and evictable slots would fill, a window's left out; O(n log n), for refusals only."""
     tree, window = pool.tree, pool.admission.window
+    pool.runs.unstock()
     stretches = list(pool.runs.length_at.items())
     for node in tree.live():
         if tree.length[node] and not tree.holds[node]:
@@ -670,6 +695,7 @@ def plan_window(pool: Placement, ticket: Ticket) -> Window | None:
     """The stretch of `ticket.need` slots with the fewest immovable and then the fewest cached slots; O(n log n)."""
     need = ticket.need
     tree = pool.tree
+    pool.runs.unstock()
     starts, lengths, owners = [], [], []
     for run, length in pool.runs.length_at.items():
         starts.append(run)

@@ -105,6 +105,7 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
         if sum(length for _, length in window.stretches) != window.held:
             wrong.append("the window's held slots are not the sum of its stretches")
     owned += ((slot, length, FREE, "a free run") for slot, length in pool.runs.length_at.items())
+    owned += _pieces(pool.runs.stock, FREE, "the stock")
     return owned
 
 
@@ -125,6 +126,14 @@ def _audit_runs(pool: Pool, wrong: list[str]) -> None:
             wrong.append(f"free run {start} of {length} is not in its class")
         if start in runs.start_at:
             wrong.append(f"free run {start} was not merged with the one before it")
+    for start, length in zip(runs.stock[::2], runs.stock[1::2], strict=True):
+        if length <= 0 or start % runs.cell or length % runs.cell:
+            wrong.append(f"{length} slots in stock from {start} on are not whole cells")
+        total += length
+    stocked = sum(runs.stock[1::2]) // runs.cell
+    cells += stocked
+    if stocked != runs.stocked:
+        wrong.append(f"{stocked} cells are in stock, the count says {runs.stocked}")
     if len(runs.start_at) != len(runs.length_at) or sum(map(len, runs.classes)) != len(runs.length_at):
         wrong.append("free runs, their ends and their classes differ in number")
     occupied = sum(1 << c for c, holes in enumerate(runs.classes) if holes)

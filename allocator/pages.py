@@ -6,7 +6,6 @@ own, so that no page is written by two.
 
 from __future__ import annotations
 
-from kvslot.allocator.admission import whole_pages
 from kvslot.allocator.errors import Refusal
 from kvslot.allocator.extents import joined, split_extents
 from kvslot.allocator.results import Admitted, Copy, Grown, Later, Never, Reason
@@ -148,7 +147,7 @@ class Pages(Tables):
             out = self._take_pages(need, page, now)
             if not out and not tokens:
                 # As many pages as there are make a shorter run.
-                fewer = whole_pages(self, page) * page
+                fewer = self.admission.whole_pages(page, need, now) * page
                 if page <= fewer < need:
                     need, want = fewer, fewer - part
                     out = self._take_pages(need, page, now)

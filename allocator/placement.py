@@ -7,7 +7,7 @@ aside or given back, and the ledger says whose they are.
 from __future__ import annotations
 
 from kvslot.allocator import eviction
-from kvslot.allocator.admission import Admission, whole_pages
+from kvslot.allocator.admission import Admission
 from kvslot.allocator.config import PoolConfig, check_config
 from kvslot.allocator.errors import EndedHandle, ForeignHandle, UnknownHandle
 from kvslot.allocator.eviction import Lru
@@ -26,7 +26,7 @@ HOLES_PER = 256  # ... and one more for so many tokens of it
 SCATTER_SHIFT = (
     6  # 1/64: free slots in no whole cell that eviction puts up with before less than cells is handed out
 )
-HAND_ON = 64  # cells from which a request takes over what its victims leave
+MANY = 64  # extents given back at once from which they are filed among the free runs later, in slices
 PAGE_VICTIMS = 64  # leaves that a request for whole pages looks at before it counts how many there can be
 AHEAD_ROUNDS = (
     4  # of eviction in a request where others go on between requests; then scattered slots have to do
@@ -54,6 +54,7 @@ class Placement:
         self.cell = (
             self.quantum
         )  # growth and placement go by the same measure; holes are what falls short of it
+        self.many = MANY
         self.holes_from = HOLES_FROM if config.fill_holes else 0
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
@@ -150,7 +151,7 @@ class Placement:
         if not self._pages_in_sight(need, page):
             # The next victims make too few whole pages.  Only now is it worth counting how many there can be at all.
             self.tighten()
-            if whole_pages(self, page) * page < need:
+            if self.admission.lack_pages(need, page, now):
                 return []
         elif page == self.cell:
             own = self._cells(need // page, FRESH, 0, now)
@@ -211,7 +212,7 @@ class Placement:
         own: list[int] = []
         if goal > runs.cells_free and self.tree.evictable:
             left = cells
-            if cells >= HAND_ON:
+            if cells >= self.runs.long:
                 left -= self._hand_on(min(cells, goal - runs.cells_free), kind, group, now, own)
                 goal = left + self.kept
             if left and goal > runs.cells_free:
@@ -290,6 +291,17 @@ class Placement:
         before = self.evicted_tokens
         self._evict_cells(min(goal, runs.cells_free + cells), now, 1)
         return self.evicted_tokens > before and runs.cells_free < goal
+
+    def gather(self, cells: int, pieces: int = 8) -> bool:
+        """Sorts out free runs for a request of `cells` whole cells that is to come, a few at a time; True: not yet.
+
+        They stay free; the request, or another long one, finds them at once.
+        """
+        return self.admission.window is None and self.runs.gather(cells, pieces)
+
+    def tidy(self, keep: int = 0, pieces: int = 8) -> bool:
+        """Files a few of the extents that stand aside among the free runs; True when more than `keep` cells do still."""
+        return self.runs.unstock(pieces, keep)
 
     def _evict_cells(self, goal: int, now: float, rounds: int = 1 << 30) -> None:
         """Evicts until `goal` whole cells are free, or so many slots are that their being scattered is to blame.
@@ -433,6 +445,9 @@ class Placement:
                 self.ledger.shift_all(extents, length, state, FREE)
             if len(extents) == 2:
                 give(extents[0], length)
+                return
+            if len(extents) > 2 * self.many and self.config.ahead:
+                self.runs.put_aside(extents)
                 return
             for i in range(0, len(extents), 2):
                 give(extents[i], extents[i + 1])

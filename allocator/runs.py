@@ -21,6 +21,11 @@ O(1), a run that coalesces is removed by key.
 
 With `total` free slots every `take` of up to `total` slots succeeds: free memory is never unusable for being scattered.
 
+A request that needs hundreds of runs would take a millisecond for them, and one that gives so many back as long again.
+`stock` splits that into slices: whole cells that stand in no class and do not coalesce, but are free and counted as
+such.  What a long request will need is sorted out into it beforehand (`gather`), what it gives back is put there first
+(`put_aside`) and filed among the runs afterwards (`unstock`).  Who finds no run takes from the stock.
+
 Blocks.  A block is wholly free when one run covers it.  `blocks_free` counts those, and a block's generation rises when
 it goes from wholly free to used (maps and snapshots tell by it whether a block is still the one they saw).
 """
@@ -32,6 +37,7 @@ from itertools import islice
 
 import numpy as np
 
+LONG = 64  # cells from which a request is served from the stock first
 EXACT = 512  # cell counts below have a class each
 CELL_CLASSES = EXACT + 22 * 16 + 1
 CANDIDATES = (
@@ -78,9 +84,12 @@ class FreeRuns:
         "generation",
         "holes",
         "length_at",
+        "long",
         "occupied",
         "padding",
         "start_at",
+        "stock",
+        "stocked",
         "total",
     )
 
@@ -95,6 +104,9 @@ class FreeRuns:
         self.classes: list[dict[int, None]] = [{} for _ in range(self.holes + CELL_CLASSES)]
         self._bit = [1 << c for c in range(len(self.classes))]
         self.occupied = 0
+        self.long = LONG
+        self.stock: list[int] = []  # flat extents
+        self.stocked = 0  # its cells
         self.total = 0
         self.cells_free = 0
         self.blocks_free = 0
@@ -118,6 +130,11 @@ class FreeRuns:
         self.total -= cells * cell
         self.cells_free -= cells
         out: list[int] = []
+        if self.stocked and cells >= self.long:
+            cells -= self._from_stock(cells, out)
+            if not cells:
+                self._placed(out, kind, group)
+                return out
         while True:
             c = base + (cells if cells < EXACT else size_class(cells))
             rest = occupied >> c
@@ -138,6 +155,11 @@ class FreeRuns:
             if run < 0:
                 # No run has them all: the longest ones first need the fewest extents.
                 c = occupied.bit_length() - 1
+                if c < base:
+                    self.occupied = occupied
+                    self._from_stock(cells, out)  # whole cells are nowhere else
+                    self._placed(out, kind, group)
+                    return out
                 run = classes[c].popitem()[0]
             # The cut of `take_within`, written out: in a full pool a long prompt takes one run after the other.
             if not classes[c]:
@@ -220,6 +242,8 @@ class FreeRuns:
             run = self._fit(n, kind, group)
             got = n
             if run < 0:
+                if not self.occupied:
+                    self.unstock(1)
                 c = self.occupied.bit_length() - 1
                 run = _newest(self.classes[c])
                 got = min(n, self.length_at[run])
@@ -264,6 +288,91 @@ class FreeRuns:
         self.block_group[block] = group
         return [run, n]
 
+    def gather(self, cells: int, pieces: int) -> bool:
+        """Sorts out runs, the longest first and `pieces` at most, until `cells` cells are in stock; True: not yet."""
+        base, cell, classes, length_at = self.holes, self.cell, self.classes, self.length_at
+        while self.stocked < cells and pieces:
+            pieces -= 1
+            missing = cells - self.stocked
+            c = base + size_class(missing)
+            rest = self.occupied >> c
+            c = c + (rest & -rest).bit_length() - 1 if rest else self.occupied.bit_length() - 1
+            if c < base:
+                return False
+            run = _newest(classes[c])
+            start = run + -run % cell
+            found = min((run + length_at[run] - start) // cell, missing)
+            self.take_within(run, start, found * cell)
+            self.total += found * cell
+            self.cells_free += found
+            self.stock += (start, found * cell)
+            self.stocked += found
+        return self.stocked < cells
+
+    def put_aside(self, extents: list[int]) -> None:
+        """Gives many extents (flat) back at once: their whole cells go into the stock."""
+        cell, stock = self.cell, self.stock
+        cells = 0
+        for i in range(0, len(extents), 2):
+            slot = extents[i]
+            end = slot + extents[i + 1]
+            start = slot + -slot % cell
+            length = (end - start) // cell * cell
+            if length <= 0:
+                self.give(slot, end - slot)
+                continue
+            stock.append(start)
+            stock.append(length)
+            cells += length // cell
+            if start > slot:
+                self.give(slot, start - slot)
+            if start + length < end:
+                self.give(start + length, end - start - length)
+        self.stocked += cells
+        self.cells_free += cells
+        self.total += cells * cell
+
+    def unstock(self, pieces: int = 1 << 30, keep: int = 0) -> bool:
+        """Files what is in stock beyond `keep` cells, `pieces` extents at most, among the runs; True: more is left."""
+        stock, cell = self.stock, self.cell
+        while stock and pieces and self.stocked > keep:
+            pieces -= 1
+            length, start = stock.pop(), stock.pop()
+            self.stocked -= length // cell
+            self.cells_free -= length // cell
+            self.total -= length
+            self.give(start, length)
+        return self.stocked > keep
+
+    def _from_stock(self, most: int, out: list[int]) -> int:
+        """Moves up to `most` cells of the stock onto `out`; returns how many.  They count as taken already."""
+        stock, cell = self.stock, self.cell
+        if self.stocked <= most:
+            out += stock
+            stock.clear()
+            found, self.stocked = self.stocked, 0
+            return found
+        left = most * cell
+        i = len(stock)
+        while left > 0:
+            i -= 2
+            left -= stock[i + 1]
+        if left:  # of the last one only the front
+            out.append(stock[i])
+            out.append(stock[i + 1] + left)
+            stock[i] += stock[i + 1] + left
+            stock[i + 1] = -left
+            i += 2
+        out += stock[i:]
+        del stock[i:]
+        self.stocked -= most
+        return most
+
+    def _placed(self, out: list[int], kind: int, group: int) -> None:
+        last = (out[-2] + out[-1] - 1) // self.block_size
+        self.block_kind[last] = kind
+        self.block_group[last] = group
+
     def take_at(self, start: int, n: int) -> bool:
         """Takes the `n` slots from `start` on if a run begins there and is long enough; growth in place."""
         if self.length_at.get(start, 0) < n:
@@ -275,6 +384,8 @@ class FreeRuns:
         """Takes `n` slots in whole aligned pages (n a multiple of `page`), or returns [] and takes nothing."""
         if page == self.cell:
             return self.take_cells(n // page) if self.cells_free * page >= n else []
+        if self.stock:
+            self.unstock()
         out: list[int] = []
         missing = n
         while missing:
@@ -503,6 +614,10 @@ class FreeRuns:
         """The class that the run [start, start + size) belongs to."""
         cells = (start + size) // self.cell + -start // self.cell
         return size if cells <= 0 else self.holes + size_class(cells)
+
+    def in_one(self, cells: int) -> bool:
+        """Whether a run is sure to have so many whole cells."""
+        return bool(self.occupied >> (self.holes + size_class(cells) + (cells >= EXACT)))
 
     def longest(self) -> int:
         """The length of the longest run, or within 1/16 of it: looks at 64 runs of the top class only."""

@@ -278,7 +278,7 @@ def _frag_row(view: PoolView) -> Row:
         "peeled_tokens": told.peeled_tokens,
         "pinned_waste_tokens": told.pinned_waste_tokens,
         "pinned_waste_pct": 100 * told.pinned_waste_tokens / core.usable,
-        "free_runs": len(runs.length_at),
+        "free_runs": len(runs.length_at) + (len(runs.stock) >> 1),
         "hole_tokens": runs.hole_slots(),
         "largest_free_run": told.largest_free_run,
         "scatter_pct": 100 * (1 - told.largest_free_run / told.free) if told.free else 0.0,
@@ -314,6 +314,7 @@ def usable_runs(core: Core) -> dict[str, float]:
                 sizes.append((end // cell * cell - -(-start // cell) * cell, 1))
             if len(members) > LONG_RUNS:
                 sizes.append((_least_cells(cells) * cell, len(members) - LONG_RUNS))
+    sizes += [(slots, 1) for slots in runs.stock[1::2]]
     shares: dict[str, float] = {}
     for blocks in RUN_BLOCKS:
         least = blocks * core.block_size

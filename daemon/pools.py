@@ -32,6 +32,7 @@ class HostedPool:
         self.members: dict[int, Member] = {}  # by session handle, the lost among them
         self.users: dict[int, int] = {}
         self.fencing: set[Member] = set()  # those with fences that have not passed
+        self.gathering = 0  # cells that postponed requests will take
         core = self.core
         self.description = messages.Pool(
             name=self.name,

@@ -50,7 +50,7 @@ from kvslot.api.wire import (
 )
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.collector import Collector
-from kvslot.daemon.connection import Connection, Long
+from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
 from kvslot.daemon.hub import Hub
@@ -255,14 +255,18 @@ class Server:
         self.collector.served()
 
     def replenish(self) -> None:
-        """After a round of the hub: what requests took of the headroom is evicted, some now, some a little later."""
+        """After a round of the hub: what requests took of the headroom is evicted, some now, some a little later.
+
+        What a long request gave back, or did not need of what was sorted out for it, is filed among the free runs.
+        """
         until = 0
         now = time.monotonic()
         for hosted in self.pools.values():
             pool = hosted.core
-            if pool.runs.cells_free < pool.headroom:
+            low = pool.runs.cells_free < pool.headroom
+            if low or pool.runs.stocked > hosted.gathering:
                 until = until or time.perf_counter_ns() + REPLENISH_NS
-                while pool.replenish(now):
+                while (low and pool.replenish(now)) or pool.tidy(hosted.gathering):
                     if time.perf_counter_ns() >= until:
                         if not self._replenishing:
                             self._replenishing = True
@@ -277,6 +281,7 @@ class Server:
         """Whether room is made for a long request first, in slices; `connection.go_on` is called when that is done.
 
         Only what the verb would evict at once anyway, and what it will find is used first, so that this does not go.
+        Where there is room enough, it is gathered out of the free runs, of which a long request may take hundreds.
         """
         member = connection.member
         if (
@@ -306,35 +311,45 @@ class Server:
             return False
         else:
             need = len(request.tokens) >> 2
-        if need <= runs.cells_free * cell or need > pool.usable:
+        if need > pool.usable:
             return False
         if isinstance(request, messages.Allocate):
             need -= pool.touch(request.namespace, request.tokens)
-        if need <= runs.cells_free * cell or need <= runs.total + pool.ledger.counts[FENCED]:
-            return False
-        if need > member.session.quota_left():
+        if need <= LONG_TOKENS or need > member.session.quota_left():
             return False  # nobody else's cache is emptied for what will be refused
-        if need + pool.watermark > runs.total + pool.tree.evictable:
-            return False  # it would wait anyway
-        self.loop.call_soon(self._make_room, connection, member, need // cell + 2, need)
+        cells = need // cell + 2
+        missing = need > runs.cells_free * cell and need > runs.total + pool.ledger.counts[FENCED]
+        if missing:
+            if need + pool.watermark > runs.total + pool.tree.evictable:
+                return False  # it would wait anyway
+        elif runs.cells_free < cells or runs.in_one(cells):
+            return False
+        hosted = member.hosted
+        # Pages of other sizes than a cell are looked for in the runs themselves.
+        gathered = cells if member.session.page in (1, cell) else 0
+        if not missing and not gathered:
+            return False
+        hosted.gathering += gathered
+        self.loop.call_soon(self._make_room, connection, hosted, cells, need if missing else 0, gathered)
         return True
 
-    def _make_room(self, connection: Connection, member: Member, cells: int, left: int) -> None:
-        """A slice of making room: until there are so many cells, or `left` tokens have gone."""
-        if connection.closed:
-            return
-        pool = member.hosted.core
-        now = time.monotonic()
-        until = time.perf_counter_ns() + REPLENISH_NS
-        before = pool.evicted_tokens
-        while pool.replenish(now, goal=cells):
-            if pool.evicted_tokens - before > left:
-                break
-            if time.perf_counter_ns() >= until:
-                self.loop.call_soon(
-                    self._make_room, connection, member, cells, left - pool.evicted_tokens + before
-                )
-                return
+    def _make_room(
+        self, connection: Connection, hosted: HostedPool, cells: int, left: int, gathered: int
+    ) -> None:
+        """A slice of making room: until `cells` cells are free, `left` tokens gone for them at most, and gathered."""
+        pool = hosted.core
+        if not connection.closed:
+            now = time.monotonic()
+            until = time.perf_counter_ns() + REPLENISH_NS
+            before = pool.evicted_tokens
+            while (before + left > pool.evicted_tokens and pool.replenish(now, goal=cells)) or pool.gather(
+                hosted.gathering
+            ):
+                if time.perf_counter_ns() >= until:
+                    left -= pool.evicted_tokens - before
+                    self.loop.call_soon(self._make_room, connection, hosted, cells, left, gathered)
+                    return
+        hosted.gathering -= gathered
         connection.go_on()
 
     def _deliver(self, hosted: HostedPool, now: float) -> None:

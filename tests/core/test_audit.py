@@ -77,6 +77,8 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "a free run lost": lambda p: p.runs.length_at.pop(next(iter(p.runs.length_at))),
     "a free run too long": lambda p: bump_at(p.runs.length_at, next(iter(p.runs.length_at))),
     "a free run's end lost": lambda p: p.runs.start_at.pop(next(iter(p.runs.start_at))),
+    "a piece of the stock lost": lambda p: (p.runs.gather(1, 1), p.runs.stock.clear()),
+    "the count of the stock": lambda p: (p.runs.gather(1, 1), bump(p.runs, "stocked")),
     "the sum of free runs": lambda p: bump(p.runs, "total"),
     "the count of free blocks": lambda p: bump(p.runs, "blocks_free"),
     "the map of run classes": lambda p: setattr(p.runs, "occupied", p.runs.occupied ^ 1 << 3),

@@ -36,6 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         watermark=st.sampled_from((0.0, 0.1)),
         quantum=st.sampled_from((0, 1, 3)),
         append=st.sampled_from(("chain", "peel")),
+        ahead=FLAG,
         seed=PICK,
     )
     def begin(
@@ -47,15 +48,17 @@ class PoolMachine(RuleBasedStateMachine):
         watermark: float,
         quantum: int,
         append: str,
+        ahead: bool,
         seed: int,
     ) -> None:
         config = PoolConfig(
             blocks=(3 if block_size == 1 else 2) + extra + 16 // block_size,
             block_size=block_size, opaque=opaque, windowed=windowed, watermark=watermark, quantum=quantum,
-            append=append, ticket_grace=0.5, preempt_deadline=0.2,
+            append=append, ahead=ahead, ticket_grace=0.5, preempt_deadline=0.2,
         )  # fmt: skip
         schedule = Schedule(latency_max=0.1, notice_max=0.1, failures=0.2)
         self.world = World(config, seed=seed, schedule=schedule, vocabulary=2)
+        self.world.pool.runs.long, self.world.pool.many = 1, 1  # what only long requests do elsewhere
         self.roots = [self.world.root(tenant) for tenant in "ab"]
         self.tickets = {}
         self.world.engine()
@@ -125,6 +128,12 @@ class PoolMachine(RuleBasedStateMachine):
         if engine is not None:
             self.tickets = {t: v for t, v in self.tickets.items() if v[0] is not engine}
             self.world.bye(engine)
+
+    @rule(cells=st.integers(0, 6), keep=st.integers(0, 3), pieces=st.integers(1, 3))
+    def tidy(self, cells: int, keep: int, pieces: int) -> None:
+        """What is done between requests: free runs are sorted out for a long one, and filed again."""
+        self.world.pool.gather(cells, pieces)
+        self.world.pool.tidy(keep, pieces)
 
     @rule(pick=PICK, amount=st.integers(0, 20))
     def submit(self, pick: int, amount: int) -> None:

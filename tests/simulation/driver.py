@@ -77,6 +77,9 @@ class Driver:
             self.config, seed=rng.randrange(1 << 30), schedule=schedule, pool=make_pool(self.config),
             vocabulary=rng.choice((2, 2, 3, 50)),
         )  # fmt: skip
+        if self.config.ahead:
+            # What only long requests do elsewhere.
+            self.world.pool.runs.long = self.world.pool.many = 1
         self.roots = [self.world.root(tenant) for tenant in "ab"]
         self.prompts: list[list[int]] = []
         self.tickets: dict[int, tuple[Engine, int, list[int], bool]] = {}
@@ -311,6 +314,8 @@ class Driver:
         self.world.poll()
         if self.config.ahead:
             self.world.pool.replenish(self.world.now, 1 + self.steps % 3)
+            self.world.pool.gather(self.steps % 5, 1 + self.steps % 2)
+            self.world.pool.tidy(self.steps % 4, 1)
         return False
 
     def evict(self) -> object:
@@ -500,9 +505,12 @@ class Driver:
         require(not pool.admission.waiting and not pool.admission.growth, "tickets are left")
         require(all(session.life == Life.ENDED for session in pool.sessions.values()), "a session lives on")
         usable = pool.usable
+        while pool.tidy():
+            world.check()
         require(pool.runs.total + pool.tree.tokens == usable, "slots are held by nobody")
         require(pool.tree.evictable == pool.tree.tokens, "cached tokens are held by nobody")
         pool.evict(usable, now=world.now)
+        pool.runs.unstock()
         world.check()
         require(pool.runs.total == usable == pool.runs.longest(), "the pool is not whole again")
 

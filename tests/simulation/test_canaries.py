@@ -87,7 +87,7 @@ CANARIES = [
     C("3.5 what is pinned is not evicted", Pool, "pin", "tree.hold(node)", "pass"),
     C("3.5 no more is evicted than needed", Pool, "_evict_cells", "and runs.total < most and rounds:", "and tree.evictable and rounds:", test_eviction.test_scattered_leaves_are_not_all_given_up_for_a_cell),
     C("3.5 of a large leaf only the tail goes", Pool, "_drop", "if most < length:", "if most < 0:", test_eviction.test_of_a_large_leaf_only_the_tail_goes),
-    C("3.5 nothing is evicted for a refusal", Pool, "_take_pages", "if whole_pages(self, page) * page < need:", "if False:"),
+    C("3.5 nothing is evicted for a refusal", Pool, "_take_pages", "if self.admission.lack_pages(need, page, now):", "if False:"),
     C("3.5 the oldest is never a victim", Admission, "_escalate", "if sequence is spared or sequence.handle in self.named", "if sequence is not scope[0] or sequence.handle in self.named", "load"),
     C("3.5 victims are named one by one", Admission, "_escalate", "victim.session.owes[victim.handle] = deadline", "pass", test_admission.test_debtor_gets_preempt_first_until_it_answers),
     C("3.5 pressure comes first", Admission, "_escalate", "if now < self.patient:", "if False:", test_admission.test_pressure_comes_first_and_is_given_time),
