@@ -300,7 +300,7 @@ class Placement:
         return self.admission.window is None and self.runs.gather(cells, pieces)
 
     def tidy(self, keep: int = 0, pieces: int = 8) -> bool:
-        """Files a few of the extents that stand aside among the free runs; True when more than `keep` cells do still."""
+        """Files a few of the extents that stand aside among the free runs; True while more than `keep` cells do."""
         return self.runs.unstock(pieces, keep)
 
     def _evict_cells(self, goal: int, now: float, rounds: int = 1 << 30) -> None:
