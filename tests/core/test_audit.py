@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvslot.allocator import Pool, audit
+from kvslot.allocator.runs import FreeRuns
 
 from .tools import admit, cache, fresh, later, make, root, sound, step
 
@@ -67,6 +68,11 @@ def bump_at(column: object, index: int, by: int = 1) -> None:
     column[index] += by  # type: ignore[index]
 
 
+def stocked(pool: Pool) -> FreeRuns:
+    pool.runs.gather(1, 1)
+    return pool.runs
+
+
 def a_session(pool: Pool) -> object:
     return next(s for s in pool.sessions.values() if s.fenced)
 
@@ -77,8 +83,8 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "a free run lost": lambda p: p.runs.length_at.pop(next(iter(p.runs.length_at))),
     "a free run too long": lambda p: bump_at(p.runs.length_at, next(iter(p.runs.length_at))),
     "a free run's end lost": lambda p: p.runs.start_at.pop(next(iter(p.runs.start_at))),
-    "a piece of the stock lost": lambda p: (p.runs.gather(1, 1), p.runs.stock.clear()),
-    "the count of the stock": lambda p: (p.runs.gather(1, 1), bump(p.runs, "stocked")),
+    "a piece of the stock lost": lambda p: stocked(p).stock.clear(),
+    "the count of the stock": lambda p: bump(stocked(p), "stocked"),
     "the sum of free runs": lambda p: bump(p.runs, "total"),
     "the count of free blocks": lambda p: bump(p.runs, "blocks_free"),
     "the map of run classes": lambda p: setattr(p.runs, "occupied", p.runs.occupied ^ 1 << 3),
