@@ -11,7 +11,7 @@ from kvslot.benchmarks.report import Document, Meta, Result
 
 def document(**changes: object) -> Document:
     meta = Meta(
-        suite="rpc", version="1", command=["kvslotctl", "bench", "rpc", "--json", "/home/me/out.json"],
+        suite="rpc", version="1", command=["kvslotctl", "bench", "rpc", "--json", "out/mine.json"],
         started="2026-01-01", python="CPython", machine={"cpu": "x", "cores": 1, "memory_gib": 1.0},
         groups=[], quick=False, seed=0, clock="", clock_cost_ns=0,
     )  # fmt: skip
@@ -37,7 +37,7 @@ def test_what_is_kept_names_no_file_of_who_measured(tmp_path: Path) -> None:
     kept = keep.kept(tmp_path / "kept")
     assert kept["rpc"].meta.command == ["kvslotctl", "bench", "rpc"]
     page = keep.render(kept)
-    assert "/home/me" not in page
+    assert "mine.json" not in page
     assert "**no**" in page
     assert "Missed, `one`" in page
 
