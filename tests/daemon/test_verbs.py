@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import typing
 from collections.abc import Iterator
 
@@ -314,5 +315,42 @@ def test_room_for_a_long_prompt_is_made_in_slices() -> None:
             wire.call(Free, 1)
             assert isinstance(wire.call(Allocate, wire.namespace, 5, tokens(60_000, 1 << 26)), Admitted)
             wire.call(Free, 5)
+        with Wire(daemon.socket) as control:
+            assert control.call(Audit).faults == []
+
+
+def test_scattered_room_is_gathered_and_given_back_in_slices() -> None:
+    """A long prompt that needs hundreds of free runs gets them, and when it goes they are free runs again."""
+    with running(pools=[{"blocks": 4001, "block_size": 16}]) as daemon:
+        with Wire(daemon.socket) as wire, Wire(daemon.socket) as other:
+            wire.hello(namespace=Namespace(tenant="long"), map=False)
+            for index in range(380):
+                wire.call(Allocate, wire.namespace, index + 1, tokens(150, 1000 * index))
+            for index in range(380):
+                if index % 2:
+                    wire.call(Commit, index + 1, 150)
+                wire.call(Free, index + 1)
+
+            def runs() -> int:
+                return int(other.call(Inspect, "frag").rows[0]["free_runs"])
+
+            before = runs()
+            assert before > 150
+            for last in (False, True):
+                number = wire.next_id()
+                wire.send(Allocate(number, wire.namespace, 1, tokens(25_000, 1 << 20)))
+                wire.send(Probe(number + 1, wire.namespace, tokens(5)))
+                if not last:
+                    admitted, probed = wire.reply(), wire.reply()
+                    assert isinstance(admitted, Admitted)
+                    assert len(admitted.extents) > 100
+                    assert probed == Probed(number + 1, 0)
+                    wire.number = number + 1
+                    wire.call(Free, 1)
+            wire.close()  # while it is being gathered for
+            until = time.monotonic() + 10
+            while runs() != before and time.monotonic() < until:
+                time.sleep(0.01)
+            assert runs() == before
         with Wire(daemon.socket) as control:
             assert control.call(Audit).faults == []

@@ -83,6 +83,7 @@ class Driver:
         self.roots = [self.world.root(tenant) for tenant in "ab"]
         self.prompts: list[list[int]] = []
         self.tickets: dict[int, tuple[Engine, int, list[int], bool]] = {}
+        self.polls = 0
         self.careful = rng.random() < 0.8  # engines answer Preempt and Pressure
         for _ in range(rng.randrange(1, 4)):
             self.open()
@@ -313,9 +314,11 @@ class Driver:
     def poll(self) -> object:
         self.world.poll()
         if self.config.ahead:
-            self.world.pool.replenish(self.world.now, 1 + self.steps % 3)
-            self.world.pool.gather(self.steps % 5, 1 + self.steps % 2)
-            self.world.pool.tidy(self.steps % 4, 1)
+            self.polls += 1
+            self.world.pool.replenish(self.world.now, 1 + self.polls % 3)
+            self.world.pool.gather(self.polls % 7, 1 + self.polls % 2)
+            if self.polls % 3:
+                self.world.pool.tidy(self.polls % 4, 1)
         return False
 
     def evict(self) -> object:

@@ -21,6 +21,7 @@ import pytest
 from kvslot.allocator import Pool
 from kvslot.allocator.admission import Admission
 from kvslot.allocator.moves import Moves
+from kvslot.allocator.runs import FreeRuns
 from kvslot.allocator.sessions import Session
 from kvslot.allocator.slots import Ledger
 from kvslot.allocator.tree import PrefixTree
@@ -100,6 +101,12 @@ CANARIES = [
     C("3.5 a window's slots are reserved", Admission, "_clear", "window.hold(start, length)", "pass"),
     C("3.5 a window gives way to growth", Admission, "grow", "self.drop_window()", "pass", test_admission.test_window_gives_way_to_growth),
     C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "if s.stalled or s.life", "if s.life", test_admission.test_stalled_fences_hold_nothing_back),
+    # -- what is sorted out for long requests
+    C("3.2 what is in stock is taken once", FreeRuns, "_from_stock", "del stock[i:]", "pass"),
+    C("3.2 a piece cut in stock keeps its rest", FreeRuns, "_from_stock", "stock[i + 1] = -left", "stock[i + 1] += left"),
+    C("3.2 what stands in stock is free", FreeRuns, "gather", "self.total += found * cell", "pass"),
+    C("3.2 ragged ends are given back", FreeRuns, "put_aside", "if start > slot:", "if False:"),
+    C("3.2 the stock is counted when it is filed", FreeRuns, "unstock", "self.stocked -= length // cell", "pass"),
     # -- 4.4: leases end by steps
     C("4.4 slots wait for their fence", Pool, "_let_go", "if last <= passed:", "if True:"),
     C("4.4 leases wait for their fence", Pool, "_let_go", "if fence <= passed:", "if fence <= passed or node:"),
