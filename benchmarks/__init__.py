@@ -1,8 +1,10 @@
-"""Measured budgets of the core and of the daemon, each beside its target."""
+"""Measured budgets of the core, the daemon and engines on it, each beside its target."""
 
 from __future__ import annotations
 
 from kvslot.benchmarks.core import GROUPS, Progress, run
+from kvslot.benchmarks.engines import GROUPS as ENGINES_GROUPS
+from kvslot.benchmarks.engines import run as run_engines
 from kvslot.benchmarks.memory import GROUPS as MEMORY_GROUPS
 from kvslot.benchmarks.memory import run as run_memory
 from kvslot.benchmarks.report import Budget, Document, Meta, Result, budgets
@@ -10,6 +12,7 @@ from kvslot.benchmarks.rpc import GROUPS as RPC_GROUPS
 from kvslot.benchmarks.rpc import run as run_rpc
 
 __all__ = [
+    "ENGINES_GROUPS",
     "GROUPS",
     "MEMORY_GROUPS",
     "RPC_GROUPS",
@@ -20,6 +23,7 @@ __all__ = [
     "Result",
     "budgets",
     "run",
+    "run_engines",
     "run_memory",
     "run_rpc",
 ]

@@ -29,6 +29,12 @@ servers and load run under SCHED_FIFO where that is permitted (as root, or with 
 MEMORY: Final = """\
 Measure the memory that a daemon takes beside its pool, with 200,000 nodes of 512 tokens in its prefix tree."""
 
+ENGINES: Final = """\
+Measure real engines on a pool, against the same engines with their own cache: decode steps, time to first token with
+and without a prefix that another process computed, what the client costs, memory. Each engine is measured in a process
+of its own, under this Python or the one that KVSLOT_HF_PYTHON or KVSLOT_VLLM_PYTHON names. Needs the engine and a
+model."""
+
 EPILOG: Final = f"""\
 examples:
   kvslotctl bench core --quick                 small pools, a few traces: about two minutes
@@ -38,6 +44,7 @@ examples:
   kvslotctl bench rpc --quick                  a small pool and short rounds: under a minute
   kvslotctl bench rpc --only one --only open
   kvslotctl bench memory                       needs 2 GiB
+  kvslotctl bench engines --only hf            needs kvslot[hf]; the model is fetched once
 
 {_common.EXIT_CODES}"""
 
@@ -71,6 +78,8 @@ def add(subparsers: _common.Subparsers) -> None:
     rpc.set_defaults(handler=run_rpc)
     memory = _suite(suites, "memory", "the daemon's memory beside its pool", MEMORY, "daemon")
     memory.set_defaults(handler=run_memory)
+    engines = _suite(suites, "engines", "real engines on a pool", ENGINES, "hf, vllm")
+    engines.set_defaults(handler=run_engines)
 
 
 def _suite(
@@ -122,6 +131,16 @@ def run_memory(arguments: argparse.Namespace) -> int:
         return benchmarks.run_memory(groups, quick=arguments.quick, report=report)
 
     return _run(arguments, benchmarks.MEMORY_GROUPS, measure)
+
+
+def run_engines(arguments: argparse.Namespace) -> int:
+    """`bench engines`: exit code."""
+    from kvslot import benchmarks
+
+    def measure(groups: Sequence[str], report: Progress) -> Document:
+        return benchmarks.run_engines(groups, quick=arguments.quick, report=report)
+
+    return _run(arguments, benchmarks.ENGINES_GROUPS, measure)
 
 
 def _run(
