@@ -1,4 +1,4 @@
-"""`kvslotctl bench engines`: targets as agreed; each engine's rows come from its own Python; what is not there is named."""
+"""`kvslotctl bench engines`: targets as agreed, each engine measured by its own Python, and what is not there named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rows_of_an_engine_are_judged(tmp_path: Path, monkeypatch: pytest.Monkey
         """
 if words[0] == "-Im":
     assert words[1] == "kvslot.engines.hf.bench" and "--quick" in words
-    rows = '[{"name": "hf_ttft_warm", "value": 0.07, "note": "n"}, {"name": "x", "value": 2, "unit": "ms", "what": "y"}]'
+    rows = '[{"name": "hf_ttft_warm", "value": 0.07}, {"name": "x", "value": 2, "unit": "ms", "what": "y"}]'
     open(words[words.index("--json") + 1], "w").write(rows)
 """,
     )
