@@ -224,6 +224,8 @@ class Client:
         """The number of the namespace that requests go to unless they say otherwise."""
         self.limits = welcome.limits
         """What the daemon allows one session."""
+        self.root = self._request.namespace
+        """That namespace itself, as it was opened."""
         self.server = welcome.server
         """Name and version of the daemon, for people."""
         self.token = Token(welcome.session, welcome.secret, welcome.boot)
