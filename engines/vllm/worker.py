@@ -1,0 +1,285 @@
+"""The worker's side: the mapping of the pool, and the copies between it and vLLM's blocks.
+
+Stores are made where vLLM waits for them, at the end of the step that computed the blocks: a block of 32 tokens is
+copied in a fraction of a millisecond, which is some thousandth of what computing it took, and no block has to be kept
+from being reused while it is read.  Loads are made by a thread of their own, in portions, while vLLM goes on with
+other requests; or, if so configured, before the forward that needs them.
+
+Mappings.  In the scheduler's process its client's memory is used.  In another one a client joins the scheduler's
+session, so that the daemon knows which processes must be gone before the blocks can be another's.  When the
+scheduler has another session, or none, the old memory is let go once no copy uses it, and the scheduler is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvslot.api.client import Client
+from kvslot.api.wire import KvslotError
+from kvslot.engines.vllm import link
+from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks
+from kvslot.engines.vllm.messages import Load, Orders, Report, Session, Store
+
+PORTION_BYTES: Final = 32 << 20
+"""Copied at a time: after each it is looked whether the request still wants it."""
+IDLE_SECONDS: Final = 0.005
+"""Longest wait for a load in a step that computes nothing.  vLLM asks again and again otherwise, at the cost of the
+core that copies."""
+JOIN_RETRY_SECONDS: Final = 1.0
+
+log: Final = logging.getLogger("vllm.kvslot")
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """One session's memory."""
+
+    pool: Array | None  # (blocks, words)
+    client: Client | None  # to be closed: it is this worker's own
+    jobs: int = 0  # loads under way
+    retired: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    load: Load
+    mapping: _Mapping
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Results:
+    """Of loads, for vLLM."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+class Worker:
+    """Carries out orders."""
+
+    def __init__(
+        self, engine: EngineBlocks | None, *, asynchronous: bool = True, timeout: float = 1.0
+    ) -> None:
+        """`engine`: None where its tensors are of no use to a pool; then nothing is loaded and nothing stored.
+
+        `asynchronous`: loads by a thread.  `timeout`: seconds that the daemon may take to let this process join.
+        """
+        self._engine = engine
+        self._asynchronous = asynchronous
+        self._timeout = timeout
+        self._mappings: dict[int, _Mapping] = {}
+        self._join_at = 0.0
+        self._poisoned = False  # a load of this step failed: what the step computed may be wrong
+        self._report = Report()
+        self._results = _Results()
+        self._jobs: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}  # by entry
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.copy_seconds = 0.0
+        """Spent on stores and loads."""
+        self.copied_bytes = 0
+
+    def begin(self, orders: Orders) -> None:
+        """Starts the loads; in a step that needs them at once, makes them."""
+        self._poisoned = False
+        if orders.session is not None and orders.session.generation not in self._mappings:
+            self._map(orders.session)
+        for load in orders.loads:
+            mapping = self._mappings.get(load.generation)
+            if mapping is None or mapping.pool is None:
+                self._loaded(load, good=False)
+            elif self._asynchronous:
+                self._queue(_Job(load, mapping))
+            else:
+                self._loaded(load, good=self._load(_Job(load, mapping)))
+        present = orders.session.generation if orders.session is not None else 0
+        if len(self._mappings) > bool(present):
+            self._retire(present)
+
+    def end(self, orders: Orders) -> None:
+        """Makes the stores: the step's forward has ended."""
+        for store in orders.stores:
+            mapping = self._mappings.get(store.generation)
+            if (
+                self._poisoned
+                or mapping is None
+                or mapping.pool is None
+                or not self._store(store, mapping.pool)
+            ):
+                self._report.dropped.append(store.entry)
+            else:
+                self._report.stored.append((store.entry, store.end))
+
+    def results(self, finished: set[str], *, idle: bool = False) -> _Results:
+        """Loads that have ended since the last call.  `finished` requests want theirs no more."""
+        if finished and self._running:
+            for job in list(self._running.values()):
+                job.cancelled = job.cancelled or job.load.request in finished
+        if idle and self._running:
+            with self._changed:
+                if not self._results.received:
+                    self._changed.wait(IDLE_SECONDS)
+        elif not self._running and not self._results.received:
+            return _Results()
+        with self._changed:
+            results, self._results = self._results, _Results(bad_blocks=self._results.bad_blocks)
+        return results
+
+    def bad_blocks(self) -> set[int]:
+        """Engine blocks that were to be loaded and hold nothing of use; each is told once."""
+        with self._changed:
+            bad, self._results.bad_blocks = self._results.bad_blocks, set()
+        return bad
+
+    def report(self) -> Report | None:
+        """For the scheduler's side; None when there is nothing to say."""
+        if not self._report:
+            return None
+        with self._changed:
+            report, self._report = self._report, Report()
+        return report
+
+    def close(self) -> None:
+        """Ends the thread and the mappings."""
+        with self._changed:
+            self._stopping = True
+            for job in self._running.values():
+                job.cancelled = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for mapping in self._mappings.values():
+            self._unmap(mapping)
+        self._mappings.clear()
+
+    # -- mappings ----------------------------------------------------------------------------------------------------
+
+    def _map(self, session: Session) -> None:
+        engine = self._engine
+        client = link.local.get(session.token)
+        own: Client | None = None
+        if client is None:
+            now = time.monotonic()
+            if now < self._join_at:
+                return
+            try:
+                client = own = Client(
+                    session.socket,
+                    name="vllm worker",
+                    pool=session.pool,
+                    group=session.token,
+                    timeout=self._timeout,
+                )
+            except KvslotError as error:
+                self._join_at = now + JOIN_RETRY_SECONDS
+                log.warning("kvslot: the worker has no memory yet: %s", error)
+                return
+        pool = None
+        if engine is not None:
+            memory = client.pool
+            width = memory.planes["blocks"].slot_bytes * memory.block_size
+            try:
+                pool = engine.pool_view(memory.plane("blocks"), width)
+            except ValueError as error:
+                log.error("kvslot: not used: %s", error)
+        self._mappings[session.generation] = _Mapping(pool, own)
+
+    def _retire(self, present: int) -> None:
+        """Lets go of what is not the `present` generation and not in use."""
+        with self._changed:
+            for generation, mapping in list(self._mappings.items()):
+                if generation == present:
+                    continue
+                mapping.retired = True
+                if not mapping.jobs:
+                    self._unmap(mapping)
+                    del self._mappings[generation]
+                    self._report.closed.append(generation)
+
+    def _unmap(self, mapping: _Mapping) -> None:
+        mapping.pool = None
+        if mapping.client is not None:
+            with contextlib.suppress(BufferError):
+                mapping.client.close()
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _store(self, store: Store, pool: Array) -> bool:
+        assert self._engine is not None
+        start = time.perf_counter()
+        try:
+            self._engine.store(pool, store.pool, store.engine)
+        except (IndexError, ValueError) as error:
+            log.error("kvslot: a store was not made: %s", error)
+            return False
+        self.copy_seconds += time.perf_counter() - start
+        self.copied_bytes += len(store.pool) * self._engine.block_bytes
+        return True
+
+    def _load(self, job: _Job) -> bool:
+        engine, pool, load = self._engine, job.mapping.pool, job.load
+        assert engine is not None
+        assert pool is not None
+        start = time.perf_counter()
+        portion = max(1, PORTION_BYTES // engine.block_bytes)
+        try:
+            for i in range(0, len(load.pool), portion):
+                if job.cancelled:
+                    return False
+                part = slice(i, i + portion)
+                engine.load(pool, load.pool[part], [table[part] for table in load.engine])
+        except (IndexError, ValueError) as error:
+            log.error("kvslot: a load was not made: %s", error)
+            return False
+        self.copy_seconds += time.perf_counter() - start
+        self.copied_bytes += len(load.pool) * engine.block_bytes
+        return True
+
+    def _queue(self, job: _Job) -> None:
+        with self._changed:
+            job.mapping.jobs += 1
+            self._running[job.load.entry] = job
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kvslot-load", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._stopping:
+                    self._changed.wait()
+                if self._stopping:
+                    return
+                job = self._jobs.popleft()
+            good = self._load(job)
+            with self._changed:
+                job.mapping.jobs -= 1
+                del self._running[job.load.entry]
+                self._loaded(job.load, good=good)
+                self._changed.notify_all()
+
+    def _loaded(self, load: Load, *, good: bool) -> None:
+        """A load has ended.  The thread calls this with the condition held."""
+        if good:
+            self._report.loaded.append(load.entry)
+        else:
+            self._report.failed.append(load.entry)
+            self._results.failed.add(load.request)
+            self._results.bad_blocks.update(
+                block for table in load.engine for block in table if block != NULL
+            )
+            self._poisoned = self._poisoned or not self._asynchronous
+        if self._asynchronous:
+            self._results.received.add(load.request)
