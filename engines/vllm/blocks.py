@@ -105,6 +105,7 @@ class EngineBlocks:
 
     def store(self, pool: Array, targets: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
         """Copies engine blocks into pool blocks: `sources` has for each group the block behind each target."""
+        self._check(pool)
         for pieces, table in zip(self.groups, sources, strict=True):
             for target, source, count in runs(targets, table):
                 for piece in pieces:
@@ -113,11 +114,16 @@ class EngineBlocks:
 
     def load(self, pool: Array, sources: Sequence[int], targets: Sequence[Sequence[int]]) -> None:
         """Copies pool blocks into engine blocks: `targets` has for each group the block of each source; NULL: none."""
+        self._check(pool)
         for pieces, table in zip(self.groups, targets, strict=True):
             for source, target, count in runs(sources, table):
                 for piece in pieces:
                     ours, theirs = _sides(pool, piece, source, target, count)
                     np.copyto(theirs, ours)
+
+    def _check(self, pool: Array) -> None:
+        if pool.ndim != 2 or pool.dtype.itemsize != self.word or pool.shape[1] * self.word != self.block_bytes:
+            raise ValueError("the pool is not seen as this engine sees it: use pool_view")
 
 
 def _sides(pool: Array, piece: Piece, ours: int, theirs: int, count: int) -> tuple[Array, Array]:

@@ -1,0 +1,447 @@
+"""Planner, link and worker against a real daemon, with an engine that looks at every byte it reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvslot.api.client import Client, Control, Namespace
+from kvslot.engines.vllm import planner as planner_module
+from kvslot.engines.vllm.blocks import EngineBlocks
+from kvslot.engines.vllm.link import Unfit
+from kvslot.engines.vllm.worker import Worker, _Job
+
+from ...tools.daemon import Running, running
+from .mini import POOL, SIZE, Mini, Request
+
+
+@pytest.fixture
+def daemon() -> Iterator[Running]:
+    """A daemon with a small pool of whole blocks, audited at the end."""
+    with running(pools=[POOL]) as daemon:
+        yield daemon
+        audit(daemon)
+
+
+def audit(daemon: Running, **gauges: int) -> None:
+    """The pool is sound, and its gauges are these."""
+    deadline = time.monotonic() + 10
+    with Control(str(daemon.socket)) as control:
+        assert control.audit().faults == []
+        while True:
+            (row,) = control.inspect("pools")
+            if all(row[name] == value for name, value in gauges.items()):
+                return
+            assert time.monotonic() < deadline, (row, gauges)
+            time.sleep(0.01)
+
+
+class Held(Worker):
+    """A worker whose loads wait, and fail, as a test says."""
+
+    def __init__(self, engine: EngineBlocks) -> None:
+        super().__init__(engine)
+        self.go = threading.Event()
+        self.fail = False
+
+    def _load(self, job: _Job) -> bool:
+        self.go.wait(20)
+        return super()._load(job) and not self.fail
+
+
+PROMPT = list(range(100, 127))  # 27 tokens: 6 whole blocks, and 3 tokens
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_one_engine_reads_what_another_computed(daemon: Running, asynchronous: bool) -> None:
+    """A second engine with empty blocks finds the prompt, and the output, of the first; both read right bytes."""
+    with (
+        closing(Mini(str(daemon.socket), asynchronous=asynchronous)) as first,
+        closing(Mini(str(daemon.socket), asynchronous=asynchronous)) as second,
+    ):
+        assert first.run("a", PROMPT, [7, 8, 9, 10, 11]).cached == 0
+        assert second.run("a", PROMPT).cached == 24
+        assert second.run("b", [*PROMPT, 7, 8, 9, 10, 11, 12]).cached == 32, "output blocks are found, too"
+        assert second.run("c", [*PROMPT[:17], *range(50)]).cached == 16
+        statistics = second.planner.statistics()
+        assert (statistics.requests, statistics.hit_tokens) == (3, 72)
+        assert statistics.loaded_tokens == 72
+    audit(daemon, cached=32 + 48, sequences=0)
+
+
+@pytest.mark.parametrize("length", [1, 2, SIZE, SIZE + 1, 2 * SIZE, 2 * SIZE + 1, 31, 32, 33])
+def test_one_token_is_left_to_compute(daemon: Running, length: int) -> None:
+    """S15: of n cached tokens at most the whole blocks of n-1 are used, and running it again adds nothing."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        prompt = list(range(length))
+        engine.run("a", prompt)
+        for _ in range(3):
+            assert engine.run("b", prompt).cached == (length - 1) // SIZE * SIZE
+    audit(daemon, cached=length // SIZE * SIZE)
+
+
+def test_a_prompt_that_vllm_has_itself_is_stored_and_not_loaded(daemon: Running) -> None:
+    """Blocks that the engine's own cache has, and the pool lacks, are stored with the step that computes the rest."""
+    with closing(Mini(str(daemon.socket))) as engine, closing(Mini(str(daemon.socket))) as other:
+        donor = Request("donor", list(PROMPT))  # of whom the planner never hears
+        engine.take(donor, 27)
+        engine.forward(donor, 27, set())
+        request = Request("a", list(PROMPT), blocks=donor.blocks[:4])
+        assert engine.admit(request, local=16) == 0
+        engine.step({request: 11})
+        assert other.run("b", PROMPT).cached == 24
+        engine.planner.finished(request)
+        assert engine.planner.statistics().loaded_tokens == 0
+
+
+def test_preempted_requests_resume_from_the_pool(daemon: Running) -> None:
+    """What a request stored before vLLM preempted it is loaded when it resumes, its output included."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        request = Request("a", list(PROMPT))
+        engine.admit(request)
+        engine.step({request: 27})
+        for token in range(6):
+            request.all_token_ids.append(token)
+            engine.take(request, request.num_tokens)
+            engine.step({request: 1})
+        engine.free += request.blocks  # preempted
+        request.blocks, request.num_computed_tokens = [], 0
+        assert engine.admit(request) == 32
+        engine.loaded(request)
+        engine.step({request: 1})
+        engine.finish(request)
+    audit(daemon, cached=32, sequences=0)
+
+
+def test_a_failed_load_is_computed_instead(daemon: Running) -> None:
+    """Nothing of a failed load is used or published, the request is computed, and others load again soon."""
+    with closing(Mini(str(daemon.socket), worker=Held)) as engine:
+        worker = engine.worker
+        assert isinstance(worker, Held)
+        worker.go.set()
+        engine.run("a", PROMPT)
+        worker.fail = True
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 24
+        engine.loaded(request)
+        assert request.failed
+        assert request.num_computed_tokens == 0
+        assert engine.planner.matched(request, 0) == 0, "not promised again"
+        engine.step({request: 27})
+        engine.finish(request)
+        worker.fail = False
+        deadline = time.monotonic() + 5
+        while engine.run(f"c{time.monotonic()}", PROMPT).cached == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert engine.planner.statistics().load_failures == 1
+    audit(daemon, cached=24, sequences=0)
+
+
+def test_failed_loads_before_the_forward_are_not_stored(daemon: Running) -> None:
+    """With load = "sync", what a step computed on blocks that were not loaded is neither stored nor published."""
+    with closing(Mini(str(daemon.socket), asynchronous=False, worker=_failing)) as engine:
+        engine.run("a", PROMPT[:17])
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 16
+        engine.step({request: 11})
+        assert request.failed
+        assert engine.planner.statistics().stored_tokens == 16
+        engine.step({request: 27})
+        engine.finish(request)
+        assert engine.planner.statistics().stored_tokens == 16
+    audit(daemon, cached=16, sequences=0)
+
+
+def _failing(engine: EngineBlocks) -> Worker:
+    class Failing(Worker):
+        def _load(self, job: _Job) -> bool:
+            return False
+
+    return Failing(engine, asynchronous=False)
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed", "twice"])
+def test_aborted_during_a_load(daemon: Running, outcome: str) -> None:
+    """S01: slots stay leased while a copy reads them, are freed once when it ends, and a late report does no harm."""
+    with closing(Mini(str(daemon.socket), worker=Held)) as engine:
+        worker = engine.worker
+        assert isinstance(worker, Held)
+        worker.go.set()
+        engine.run("a", PROMPT)
+        worker.go.clear()
+        worker.fail = outcome == "failed"
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 24
+        orders = engine.step()
+        entry = orders.loads[0].entry
+        engine.finish(request)
+        audit(daemon, sequences=1, leased=24)
+        with Control(str(daemon.socket)) as control:
+            assert control.evict(1000) == 0, "what is being read is not evicted"
+        worker.go.set()
+        while engine.held:
+            engine.step()
+        if outcome == "twice":
+            report = engine.worker._report
+            report.loaded.append(entry)
+            report.stored.append((entry, 3))
+            engine.step()
+            assert engine.planner.statistics().late == 2
+        engine.step()
+        audit(daemon, sequences=0, leased=0)
+        assert engine.run("b", PROMPT).cached in (0, 24)
+
+
+def test_a_full_pool_holds_nobody_up(daemon: Running) -> None:
+    """S17: Later and Never: the request is computed, may read what is cached, stores nothing, and leaks nothing."""
+    with closing(Mini(str(daemon.socket), blocks=300)) as engine:
+        engine.run("a", PROMPT)
+        with Client(str(daemon.socket), page=SIZE) as hog:
+            taken = [
+                hog.admit([number] * 32, namespace=Namespace("hog"), timeout=5) for number in range(1, 7)
+            ]
+            last = hog.allocate([99] * 20, namespace=Namespace("hog"))
+            assert engine.run("b", [*PROMPT, *range(20)]).cached in (0, 24)
+            assert engine.planner.statistics().refused >= 1
+            request = Request("never", list(range(1000)))
+            assert engine.planner.matched(request, 0) == 0
+            engine.planner.finished(request)
+            engine.step()
+            for each in [*taken, last]:
+                getattr(each, "free", lambda: None)()
+        time.sleep(0.15)
+        assert engine.run("c", list(range(200, 240))).cached == 0
+        assert engine.run("c", list(range(200, 240))).cached == 36
+    audit(daemon, sequences=0, leased=0, tickets=0)
+
+
+def test_a_preempted_sequence_is_given_back(daemon: Running) -> None:
+    """When the daemon asks for a sequence, the planner frees it at once and the request goes on without."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        request = Request("a", list(PROMPT))
+        engine.admit(request)
+        engine.step({request: 27})
+        entry = next(iter(engine.planner._numbers.values()))
+        engine.planner._give_back(entry)
+        request.all_token_ids.append(1)
+        engine.take(request, 28)
+        engine.step({request: 1})
+        audit(daemon, sequences=0, cached=24)
+        engine.finish(request)
+
+
+def test_requests_that_may_not_share_go_without(daemon: Running) -> None:
+    """A request whose namespace is a reason is computed, and the daemon hears nothing of it."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        assert engine.run("a", PROMPT, namespace="they have images").cached == 0
+        assert engine.run("b", PROMPT).cached == 0
+        assert engine.planner.statistics().bypassed == 1
+
+
+def test_namespaces_do_not_mix(daemon: Running) -> None:
+    """S44: adapter and salt are parts of their own: of 8 ways to fill them, each hits only itself."""
+    spaces = [
+        Namespace("t", "m", adapter, salt)
+        for adapter, salt in (
+            ("X", ""), ("", "X"), ("X", "X"), ("ab", "c"), ("a", "bc"), ("", "x"), ("x", ""), ("", ""),
+        )
+    ]  # fmt: skip
+    with closing(Mini(str(daemon.socket), blocks=200)) as engine:
+        prompt = list(range(9))
+        for each in spaces:
+            assert engine.run("a", prompt, namespace=each).cached == 0
+        for each in spaces:
+            assert engine.run("b", prompt, namespace=each).cached == 8
+        assert engine.run("c", prompt, namespace=Namespace("u", "m")).cached == 0
+        assert engine.run("c", prompt, namespace=Namespace("t", "n")).cached == 0
+
+
+def test_after_a_reset_nothing_of_before_is_published(daemon: Running) -> None:
+    """When vLLM's weights change under running requests, what they computed before is no longer stored or loaded."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        request = Request("a", list(PROMPT))
+        engine.admit(request)
+        engine.step({request: 9})
+        engine.planner.reset()
+        engine.step({request: 18})
+        engine.finish(request)
+    audit(daemon, cached=8, sequences=0)
+
+
+def test_without_a_daemon_and_with_one_again(tmp_path: Path) -> None:
+    """No daemon, one that comes, one that is killed, and another: requests are served throughout, and share again."""
+    socket = tmp_path / "s"
+    now = [0.0]
+    with closing(Mini(str(socket), clock=lambda: now[0])) as engine:
+        assert engine.run("a", PROMPT).cached == 0
+        for _ in range(2):
+            with running(pools=[POOL], socket=socket, code=None) as daemon:
+                now[0] += 100
+                _connect(engine)
+                assert engine.run("b", PROMPT).cached == 0
+                assert engine.run("c", PROMPT).cached == 24
+                request = Request("d", [*PROMPT, *range(8)])
+                assert engine.admit(request) == 24
+                engine.loaded(request)
+                daemon.process.kill()
+                daemon.process.wait()
+                engine.step({request: 11})  # what this asks for and says goes nowhere
+                assert engine.run("e", PROMPT).cached == 0
+                engine.finish(request)
+                assert engine.run("f", PROMPT).cached == 0
+            socket.unlink(missing_ok=True)
+        assert engine.planner.statistics().losses == 2
+        attempts = engine.link.attempts
+        for _ in range(50):
+            now[0] += 0.1
+            engine.step()
+            time.sleep(0.001)
+        assert engine.link.attempts - attempts <= 5, "it tries less and less often"
+
+
+def _connect(engine: Mini) -> None:
+    deadline = time.monotonic() + 10
+    while engine.link.client is None:
+        assert time.monotonic() < deadline
+        engine.step()
+        time.sleep(0.005)
+
+
+def test_a_cut_connection_leaves_nothing_behind(daemon: Running) -> None:
+    """The daemon lives and the connection does not: the new session releases what the lost one held."""
+    now = [0.0]
+    with closing(Mini(str(daemon.socket), worker=Held, clock=lambda: now[0])) as engine:
+        worker = engine.worker
+        assert isinstance(worker, Held)
+        worker.go.set()
+        engine.run("a", PROMPT)
+        worker.go.clear()
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 24
+        engine.step()
+        client = engine.link.client
+        assert client is not None
+        client._connection.lost("cut by the test")
+        del client
+        other = Request("c", list(PROMPT))
+        assert engine.planner.matched(other, 0) == 0
+        now[0] += 100
+        _connect(engine)
+        audit(daemon, sessions=2, leased=24)  # the lost one's lease holds while the load reads
+        worker.go.set()
+        engine.loaded(request)
+        assert not request.failed
+        engine.step({request: 3})
+        engine.finish(request)
+        engine.step()
+        audit(daemon, sessions=1, sequences=0, quarantined=0, leased=0)
+        assert engine.run("d", PROMPT).cached == 24
+
+
+def test_a_pool_of_another_shape_is_not_used(daemon: Running) -> None:
+    """Unfit: said once, and never tried again."""
+
+    def check(client: Client) -> None:
+        raise Unfit("its blocks have another size")
+
+    with closing(Mini(str(daemon.socket), check=check)) as engine:
+        assert engine.run("a", PROMPT).cached == 0
+        assert engine.link.attempts == 1
+        assert engine.link.unfit
+
+
+def test_waiting_costs_next_to_nothing(daemon: Running) -> None:
+    """vLLM polls while a load is under way: thousands of steps, no frame to the daemon, microseconds each."""
+    with closing(Mini(str(daemon.socket), worker=Held)) as engine:
+        assert isinstance(engine.worker, Held)
+        engine.worker.go.set()
+        engine.run("a", PROMPT)
+        engine.worker.go.clear()
+        request = Request("b", list(PROMPT))
+        engine.admit(request)
+        engine.step()
+        client = engine.link.client
+        assert client is not None
+        before = client.statistics().frames_sent
+        start = time.perf_counter()
+        for _ in range(2000):
+            engine.planner.step({}, {}, lambda name: ())
+            engine.planner.matched(request, 0)
+        each = (time.perf_counter() - start) / 2000
+        assert client.statistics().frames_sent == before
+        assert each < 100e-6, "some 3 us, and a look at the socket every 20 ms"
+        del client
+        engine.worker.go.set()
+        engine.loaded(request)
+        engine.finish(request)
+
+
+def test_frames_are_few(daemon: Running) -> None:
+    """A request costs two frames for its prompt and its end, and at most one for each block that decoding fills."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        engine.run("warm", [1] * 9)
+        client = engine.link.client
+        assert client is not None
+        before = client.statistics()
+        engine.run("a", PROMPT, list(range(32)), chunk=27)
+        after = client.statistics()
+        assert after.calls - before.calls == 1, "Allocate, and nothing that waits"
+        assert after.frames_sent - before.frames_sent <= 3 + 2 * 8
+        del client
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.engines.vllm.mini import Mini, Request
+from kvslot.engines.vllm.worker import Worker
+import numpy as np, os, signal
+
+class Dying(Worker):
+    def _store(self, store, pool):
+        if {where!r} == "during":
+            half = len(store.pool) // 2
+            self._engine.store(pool, store.pool[:half], [table[:half] for table in store.engine])
+            os.kill(os.getpid(), signal.SIGKILL)
+        good = super()._store(store, pool)
+        if {where!r} == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return good
+
+engine = Mini({socket!r}, worker=Dying)
+request = Request("a", list(range(100, 127)))
+engine.admit(request)
+if {where!r} == "before":
+    os.kill(os.getpid(), signal.SIGKILL)
+engine.step({{request: 27}})
+"""
+
+
+@pytest.mark.parametrize("where", ["before", "during", "after"])
+def test_killed_in_mid_store(daemon: Running, where: str) -> None:
+    """S31: nothing of an engine that was killed while it stored is ever found, and its prompt can be stored anew."""
+    root = str(Path(__file__).resolve().parents[3])
+    code = KILLED.format(root=root, where=where, socket=str(daemon.socket))
+    done = subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ}, timeout=60)
+    assert done.returncode == -9
+    audit(daemon, sequences=0, quarantined=0, private=0, cached=0)
+    with closing(Mini(str(daemon.socket))) as engine:
+        assert engine.run("b", PROMPT).cached == 0
+        assert engine.run("c", PROMPT).cached == 24
+
+
+def test_refusals_are_told_once(daemon: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """S65: a thousand requests of one kind make one line."""
+    with caplog.at_level("INFO", logger=planner_module.log.name), closing(Mini(str(daemon.socket))) as engine:
+        for number in range(50):
+            engine.run(f"{number}", [1], namespace="they have images")
+        assert len([each for each in caplog.records if "images" in each.getMessage()]) == 1
