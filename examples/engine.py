@@ -23,7 +23,7 @@ class Model:
         self.planes = [(client.pool.plane(f"{each}.k"), client.pool.plane(f"{each}.v")) for each in layers]
         width, rng = self.planes[0][0][0].size, np.random.default_rng(0)  # a plane is (slots, heads, dim)
         self.embedding = rng.standard_normal((256, width))
-        self.weights = rng.standard_normal((len(layers), 3, width, width)) / width
+        self.weights = rng.standard_normal((len(layers), 3, width, width)) / np.sqrt(width)
 
     def next(self, sequence: Sequence, tokens: list[int], start: int) -> int:
         """The token that follows; computes positions from `start` on, and reads those before from their slots."""
@@ -32,10 +32,11 @@ class Model:
         for (keys, values), (wq, wk, wv) in zip(self.planes, self.weights, strict=True):
             keys[slots[start:]] = encoded(x @ wk, keys)
             values[slots[start:]] = encoded(x @ wv, values)
-            scores = x @ wq @ decoded(keys[slots]).T / np.sqrt(x.shape[1])
+            scores = 4 * x @ wq @ decoded(keys[slots]).T / np.sqrt(x.shape[1])
             scores[np.triu(np.ones(scores.shape, dtype=bool), start + 1)] = -np.inf
             shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-            x = x + shares / shares.sum(axis=1, keepdims=True) @ decoded(values[slots])
+            read = shares / shares.sum(axis=1, keepdims=True) @ decoded(values[slots])
+            x = np.tanh(3 * (x + read))  # steep, so that what was read outweighs what was there
         return int(np.argmax(self.embedding @ x[-1])) % 95 + 32
 
 

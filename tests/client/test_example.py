@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvslot.daemon.main import DEMO
+
 from ..tools.daemon import Running, running
 
 ENGINE = Path(__file__).parents[2] / "examples" / "engine.py"
+DEMO_LAYOUT: Any = DEMO["pool_layout"]
 PROMPTS = ["Once upon a time", "Once upon a midnight dreary"]
 
 
@@ -31,6 +34,34 @@ def engine(daemon: Running, *arguments: str) -> list[tuple[str, int]]:
         r"^.*?: (['\"].*['\"]) \((\d+) of \d+ tokens were cached\)$", done.stdout, re.MULTILINE
     )
     return [(text, int(hit)) for text, hit in found]
+
+
+SPOIL = """
+import sys
+import numpy
+from kvslot import Client
+with Client(sys.argv[1], name="spoiler") as client:
+    rng, padding = numpy.random.default_rng(7), client.pool.description.padding
+    for name in client.pool.planes:
+        plane = client.pool.plane(name)
+        bits = (rng.standard_normal(plane.shape).astype(numpy.float32).view(numpy.uint32) >> 16).astype(plane.dtype)
+        plane[padding:] = bits[padding:]
+        del plane
+"""
+
+
+def test_what_the_cache_holds_decides_what_the_example_says() -> None:
+    """In the demo's shape: another text where others wrote over K and V, the same where a cached prompt is read."""
+    with running(pools=[{"layout": {**DEMO_LAYOUT, "model": ""}, "blocks": 65}]) as daemon:
+        fresh = engine(daemon, *PROMPTS)
+        cached = engine(daemon, *PROMPTS)
+        subprocess.run([sys.executable, "-Ic", SPOIL, str(daemon.socket)], check=True, timeout=60)
+        spoiled = engine(daemon, *PROMPTS)
+    assert [text for text, _ in fresh] == [text for text, _ in cached]
+    assert [hit for _, hit in cached] == [hit for _, hit in spoiled] == [15, 26]
+    for (said, _), (other, _) in zip(fresh, spoiled, strict=True):
+        assert said != other
+        assert len(set(said)) > 4, "what it says is worth looking at"
 
 
 def test_the_example_is_as_short_as_it_says() -> None:
