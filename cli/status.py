@@ -53,10 +53,17 @@ def _print(out: Console, socket: str, status: _control.Row, pools: list[_control
     from kvslot.cli import _screen
 
     lost = f", {status['sessions_lost']} of them lost" if status["sessions_lost"] else ""
-    out.print(
-        f"kvslotd {status['version']} at {socket}: {status['state']} for {_screen.duration(status['uptime_s'])}, "
-        f"{status['sessions']} sessions{lost}, {status['sequences']} sequences"
-    )
+    holds = f"{_common.several(status['sessions'], 'session')}{lost}, {_common.several(status['sequences'], 'sequence')}"
+    up = _screen.duration(status["uptime_s"])
+    if status["state"] == "draining":
+        left = _screen.duration(status["drain_left_s"])
+        out.print(
+            f"kvslotd {status['version']} at {socket}: draining, ends in {left} at most, or when all sequences have "
+            f"ended; up for {up}, {holds}",
+            style="yellow",
+        )
+    else:
+        out.print(f"kvslotd {status['version']} at {socket}: {status['state']} for {up}, {holds}")
     table = _screen.table(
         "pool", "memory", "block", "slots", "used", "", "evictable", "coming", "free", "hit", "waiting",
         left=("pool", ""),

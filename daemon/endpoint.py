@@ -53,13 +53,14 @@ class Endpoint:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip()
+            holder, _, state = os.pread(self._lock, 64, 0).decode(errors="replace").strip().partition(" ")
             self.close()
             raise EndpointError(
-                f"{path} is served by another kvslotd" + (f" (process {holder})" if holder else "")
+                f"{path} is served by another kvslotd"
+                + (f" (process {holder})" if holder else "")
+                + (f", which is {state}" if state else "")
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        self.note()
         try:
             self._check_path()
         except EndpointError:
@@ -130,6 +131,11 @@ class Endpoint:
         self._inode = (status.st_dev, status.st_ino)
         self.socket = listener
         return listener
+
+    def note(self, state: str = "") -> None:
+        """Writes into the lock whose it is, for whoever finds it taken; `state`: what that one is doing."""
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()} {state}".strip().encode() + b"\n", 0)
 
     def close_socket(self) -> None:
         """Nobody connects any more; the file goes, if it is still ours."""

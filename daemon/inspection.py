@@ -114,7 +114,9 @@ class View(Protocol):
     @property
     def now(self) -> float: ...  # seconds
     @property
-    def draining(self) -> bool: ...
+    def drain_left(
+        self,
+    ) -> float | None: ...  # seconds until a drain ends whatever still runs; None: no drain
     @property
     def settings(self) -> msgspec.Struct: ...
     @property
@@ -178,7 +180,8 @@ def _status(view: View, cursor: int, limit: int, pool: str) -> Page:
         "version": view.version,
         "boot": view.boot,
         "uptime_s": max(0.0, view.now - view.started),
-        "state": "draining" if view.draining else "running",
+        "state": "running" if view.drain_left is None else "draining",
+        "drain_left_s": view.drain_left,
         "socket": str(getattr(view.settings, "socket", "")),
         "pools": len(view.pools),
         "sessions": len(states),

@@ -516,6 +516,7 @@ class Server:
         member.connection = connection
         if member.session.fences:
             self.fence_waits(member)
+        self.loop.call_soon(self._tell_draining, connection)  # behind the Welcome
         sparing(log, "session_resumed", SESSION_LINES, session=member.number, pid=member.peer.pid)
 
     def left(self, connection: Connection, member: Member) -> None:
@@ -700,24 +701,44 @@ class Server:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def drain(self, seconds: float, reason: str) -> None:
-        """No new work; those with running sequences have `seconds` to end them.  A second call ends at once."""
+    def drain(self, reason: str, seconds: float | None = None) -> None:
+        """No new work; running sequences have `seconds` to end (None: as is configured by now).
+
+        The door stays open: who lost its connection may come back for what it runs, and an operator sees who holds
+        the end up.  A second call ends at once.
+        """
         if self.draining:
             self.stop(0)
             return
+        if seconds is None:
+            seconds = self.settings.drain_seconds
         self.draining = True
         self._drain_deadline = time.monotonic() + seconds
         log.info("draining", reason=reason, seconds=seconds, connections=len(self.connections))
-        if self._listener is not None and self._endpoint is not None:
-            if self._accepting:
-                self.loop.remove_reader(self._listener.fileno())
-                self._accepting = False
-            self._listener = None
-            self._endpoint.close_socket()
+        if self._endpoint is not None:
+            self._endpoint.note("draining")
         for connection in tuple(self.connections):
-            connection.push("draining", messages.Draining(int(seconds * 1e3)))
+            self._tell_draining(connection)
         self.loop.call_later(seconds, self.upkeep)
         self._look_whether_drained()
+
+    def drain_left(self, now: float) -> float | None:
+        """Seconds until a drain ends whatever still runs; None where there is none."""
+        return max(0.0, self._drain_deadline - now) if self.draining else None
+
+    def _tell_draining(self, connection: Connection) -> None:
+        left = self.drain_left(time.monotonic())
+        if left is not None and not connection.closed:
+            connection.push("draining", messages.Draining(int(left * 1e3)))
+
+    def _works(self, member: Member) -> bool:
+        """Whether a drain waits for a session: for its sequences, and for answers that it has not fetched.
+
+        One that lost its connection counts while its process lives, since that may come back.
+        """
+        if member.session.life not in (Life.LIVE, Life.LOST) or member.session.proven:
+            return False
+        return bool(member.sequences) or (member.connection is not None and not member.connection.idle)
 
     def _look_whether_drained(self) -> None:
         if self.draining and not self._looking:
@@ -727,14 +748,12 @@ class Server:
 
     def _end_idle(self) -> None:
         self._looking = False
-        if self.stopped.is_set():
+        if self.stopped.is_set() or any(self._works(member) for member in self.sessions.values()):
             return
+        # All at once: until then they may look, and see what is waited for.  Tools are not waited for.
         for connection in tuple(self.connections):
-            member = connection.member
-            if connection.idle and (member is None or not member.sequences):
-                connection.finish()
-        if not self.connections:
-            self.stop(0)
+            connection.finish()
+        self.stop(0)
 
     def stop(self, code: int) -> None:
         """Ends `run`."""
@@ -747,6 +766,8 @@ class Server:
             self.loop.remove_reader(self._listener.fileno())
             self._accepting = False
         self._listener = None
+        if self._endpoint is not None:
+            self._endpoint.close_socket()
         for connection in tuple(self.connections):
             connection.refuse(ShuttingDown("the daemon ends"))
         for member in self.sessions.values():
@@ -890,7 +911,7 @@ class _View:
         self.boot = server.boot
         self.started = server.started
         self.now = time.monotonic()
-        self.draining = server.draining
+        self.drain_left = server.drain_left(self.now)
         self.settings: msgspec.Struct = server.settings
         self.pools: Mapping[str, HostedPool] = server.pools
 
@@ -939,7 +960,7 @@ async def _serve(
     server = Server(settings, pools, loop)
     loop.set_exception_handler(server.failed)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.drain, settings.drain_seconds, signal.Signals(number).name)
+        loop.add_signal_handler(number, server.drain, signal.Signals(number).name)
     loop.add_signal_handler(signal.SIGHUP, server.reload, reload)
     try:
         try:

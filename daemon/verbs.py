@@ -132,10 +132,13 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise OutOfTurn("this connection has a session already")
     if m.version != VERSION:
         raise WrongVersion(f"protocol version {m.version}: this daemon speaks {VERSION}")
-    if server.draining:
-        raise ShuttingDown("the daemon is draining and takes no new sessions")
     if m.resume:
         return _resume(server, connection, m, now)
+    left = server.drain_left(now)
+    if left is not None:
+        raise ShuttingDown(
+            f"the daemon is draining and takes no new sessions: it ends in {left:.0f} s at most"
+        )
     peer = connection.peer
     lost = sum(
         each.peer.pid == peer.pid and each.session.life == core.Life.LOST for each in server.sessions.values()
@@ -555,9 +558,7 @@ def audit(server: Server, connection: Connection, m: messages.Audit, now: float)
 
 def drain(server: Server, connection: Connection, m: messages.Drain, now: float) -> messages.Reply:
     """As SIGTERM does."""
-    server.drain(
-        m.deadline_ms / 1e3 or server.settings.drain_seconds, f"asked for by process {connection.peer.pid}"
-    )
+    server.drain(f"asked for by process {connection.peer.pid}", m.deadline_ms / 1e3 or None)
     return messages.Done(m.id)
 
 

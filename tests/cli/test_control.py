@@ -182,16 +182,20 @@ def map_length(line: str) -> int:
 def test_status_says_how_full_each_pool_is(tmp_path: Path, show: Shown) -> None:
     """One line a pool, and one of the daemon; a draining daemon says so."""
     view = view_of(default=filled(), other=made())
-    view.draining = True
+    view.drain_left = 12.5
     with served(tmp_path / "k.sock", view):
         out = show("status")
-        assert "draining for 1 min 10 s" in out
+        assert "draining, ends in 12 s at most" in " ".join(out.split())
+        assert "up for 1 min 10 s" in " ".join(out.split())
         assert re.search(r"default .* 16 ", out)
         assert re.search(r"other .* 0 % ", out)
         assert "other" not in show("status", "--pool", "default")
         document = json.loads(show("status", "--json"))
         assert [pool["pool"] for pool in document["pools"]] == ["default", "other"]
         assert document["status"]["state"] == "draining"
+        assert document["status"]["drain_left_s"] == 12.5
+        view.drain_left = None
+        assert "running for 1 min 10 s" in show("status")
 
 
 def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: Shown) -> None:

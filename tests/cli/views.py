@@ -92,7 +92,7 @@ class View:
     boot: int = 99
     started: float = 0.0
     now: float = 70.0
-    draining: bool = False
+    drain_left: float | None = None
     settings: Settings = field(default_factory=Settings)
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +33,9 @@ from kvslot.api.wire.messages import (
     Pong,
     Probe,
     Ready,
+    SetConfig,
 )
+from kvslot.daemon.endpoint import Endpoint, EndpointError
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
@@ -68,8 +71,11 @@ def test_S57_busy_clients_are_told_and_have_until_the_deadline() -> None:
         late.sock.sendall(encode(Hello(1, 1, "half"))[:5])
         daemon.process.send_signal(signal.SIGTERM)
         assert 0 < wire.push(Draining).deadline_ms <= 20_000
-        with pytest.raises(OSError, match=r"(No such file|refused)"):
-            Wire(daemon.socket)
+        with Wire(daemon.socket) as stranger:
+            refused = stranger.call(Hello, 1, "new")
+            assert refused.code == errors.ShuttingDown.code
+            assert re.search(r"ends in (19|20) s at most", refused.message)
+            assert stranger.closed()
         assert wire.call(Allocate, wire.namespace, 2, tokens(20)).code == errors.ShuttingDown.code
         assert wire.call(Commit, 1, 20).length == 20
         assert isinstance(wire.call(Free, 1), Done)
@@ -77,6 +83,96 @@ def test_S57_busy_clients_are_told_and_have_until_the_deadline() -> None:
         assert wire.closed()
         assert daemon.process.wait(5.0) == 0
         assert time.monotonic() - began < 4.0
+
+
+def test_S57_who_holds_a_drain_up_can_be_seen_and_may_come_back() -> None:
+    """While draining the socket is there: tools look and change, a lost session is taken up and ends in order."""
+    with running(drain_seconds=60.0) as daemon, Wire(daemon.socket) as idle, Wire(daemon.socket) as tool:
+        idle.hello("idle", map=False)
+        assert tool.call(Inspect, "status").rows[0]["drain_left_s"] is None
+        lost = Wire(daemon.socket)
+        welcome = lost.hello("busy")
+        lost.call(Allocate, lost.namespace, 1, tokens(20))
+        daemon.process.send_signal(signal.SIGTERM)
+        lost.push(Draining)
+        lost.close()
+        with Wire(daemon.socket) as late:
+            status = late.call(Inspect, "status").rows[0]
+            assert (status["state"], status["sequences"]) == ("draining", 1)
+            assert 0 < status["drain_left_s"] <= 60
+            rows = {row["name"]: row for row in late.call(Inspect, "sessions").rows}
+            assert rows["busy"]["state"] == "lost"
+            assert rows["busy"]["sequences"] == 1
+            assert isinstance(late.call(SetConfig, "log_level", "debug"), Done)
+        assert isinstance(idle.call(Ping), Pong), "who has nothing running is not hurried"
+        assert isinstance(tool.call(Ping), Pong)
+        with Wire(daemon.socket) as back:
+            again = back.call(
+                Hello, 1, "busy", boot=welcome.boot, resume=welcome.session, secret=welcome.secret
+            )
+            assert again.session == welcome.session
+            assert 0 < back.push(Draining).deadline_ms <= 60_000
+            assert isinstance(back.call(Free, 1), Done)
+            began = time.monotonic()
+            assert back.closed()
+        assert daemon.process.wait(5.0) == 0
+        assert time.monotonic() - began < 4.0
+        assert idle.closed()
+        assert tool.closed()
+        assert not daemon.socket.exists()
+
+
+def test_S57_a_lost_session_holds_a_drain_up_no_longer_than_its_process_lives() -> None:
+    """Its sequences may be taken up again until then, and never after."""
+    with running(drain_seconds=60.0) as daemon:
+
+        def leave(tell: Callable[[Any], None]) -> None:
+            wire = Wire(daemon.socket)
+            wire.hello("leaves")
+            wire.call(Allocate, wire.namespace, 1, tokens(20))
+            wire.close()
+            tell("lost")
+            stay()
+
+        with child(leave) as one:
+            assert one.heard() == "lost"
+            daemon.process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                daemon.process.wait(0.3)
+        assert daemon.process.wait(5.0) == 0
+
+
+def test_S57_what_is_configured_when_the_signal_comes_is_what_counts() -> None:
+    """drain_seconds that was changed while running, by file or by verb, is how long a signal waits."""
+    for by_file in (True, False):
+        with running(drain_seconds=60.0) as daemon, Wire(daemon.socket) as wire:
+            wire.hello(map=False)
+            wire.call(Allocate, wire.namespace, 1, tokens(20))
+            if by_file:
+                file = daemon.log.with_name("kvslot.toml")
+                file.write_text(file.read_text().replace("drain_seconds = 60.0", "drain_seconds = 0.5"))
+                daemon.process.send_signal(signal.SIGHUP)
+                while '"reloaded"' not in daemon.text():
+                    time.sleep(0.01)
+            else:
+                assert isinstance(wire.call(SetConfig, "drain_seconds", "0.5"), Done)
+            daemon.process.send_signal(signal.SIGTERM)
+            assert 0 < wire.push(Draining).deadline_ms <= 500
+            assert daemon.process.wait(5.0) == 0
+
+
+def test_S57_the_next_daemon_is_told_that_the_last_one_is_draining() -> None:
+    """A start that comes too early names the process, and that it is about to end."""
+    with running(drain_seconds=60.0) as daemon, Wire(daemon.socket) as wire:
+        wire.hello(map=False)
+        wire.call(Allocate, wire.namespace, 1, tokens(20))
+        with pytest.raises(EndpointError, match=rf"another kvslotd \(process {daemon.pid}\)$"):
+            Endpoint(daemon.socket)
+        daemon.process.send_signal(signal.SIGTERM)
+        wire.push(Draining)
+        with pytest.raises(EndpointError, match=rf"\(process {daemon.pid}\), which is draining$"):
+            Endpoint(daemon.socket)
+        wire.call(Free, 1)
 
 
 def test_S57_clients_that_go_on_are_cut_off_at_the_deadline() -> None:
