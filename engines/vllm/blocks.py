@@ -122,7 +122,11 @@ class EngineBlocks:
                     np.copyto(theirs, ours)
 
     def _check(self, pool: Array) -> None:
-        if pool.ndim != 2 or pool.dtype.itemsize != self.word or pool.shape[1] * self.word != self.block_bytes:
+        if (
+            pool.ndim != 2
+            or pool.dtype.itemsize != self.word
+            or pool.shape[1] * self.word != self.block_bytes
+        ):
             raise ValueError("the pool is not seen as this engine sees it: use pool_view")
 
 

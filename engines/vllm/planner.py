@@ -258,6 +258,8 @@ class Planner:
             entry.ended = True
             entry.storing = False
             self._settle(entry)
+        if not self._entries:
+            self._flush()  # there may be no step to come that would say it
 
     def reset(self) -> None:
         """What is cached belongs to a model that is no more: running requests load and publish nothing further."""

@@ -173,7 +173,8 @@ class Mini:
             self.held[request.request_id] = request  # its blocks are being written
         else:
             self.free += request.blocks
-        self.step(finished={request.request_id})
+        if self.held:
+            self.step(finished={request.request_id})  # else vLLM makes no step when it has nothing to do
 
     def run(
         self,
