@@ -75,7 +75,9 @@ def configuration(folder: Path, block_size: int, dtype: str, pool: str, socket: 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 2 where the model does not say enough."""
-    parser = argparse.ArgumentParser(prog="python -m kvslot.engines.vllm", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvslot.engines.vllm", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--model", required=True, type=Path, help="the model's folder")
     parser.add_argument("--block-size", type=int, default=128, help="vLLM's --block-size (128)")
     parser.add_argument("--dtype", default="auto", help="vLLM's --dtype (auto)")

@@ -6,11 +6,14 @@ run        Python, with `llm`, `core` (vLLM's), `scheduler`, `planner` and `work
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -167,17 +170,12 @@ def child() -> None:
         out.write("@" + json.dumps(answer, default=str) + "\n")
         out.flush()
 
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-    from vllm.distributed.kv_transfer import (  # pyright: ignore[reportMissingImports]
-        get_kv_transfer_group,
-        has_kv_transfer_group,
-    )
-
-    llm = LLM(**json.loads(sys.argv[1]))
+    transfer = importlib.import_module("vllm.distributed.kv_transfer")
+    llm = importlib.import_module("vllm").LLM(**json.loads(sys.argv[1]))
     core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
     scheduler = core.scheduler if core is not None else None
     planner = scheduler.connector._planner if scheduler is not None and scheduler.connector else None
-    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+    worker = transfer.get_kv_transfer_group()._worker if transfer.has_kv_transfer_group() else None
     names: dict[str, Any] = {
         "llm": llm, "core": core, "scheduler": scheduler, "planner": planner, "worker": worker,
         "threading": threading, "generate": lambda **command: _generate(llm, command),
@@ -193,27 +191,22 @@ def child() -> None:
                 exec(command["code"], names)
                 say(names["answer"])
         except Exception as error:  # noqa: BLE001 - it is the parent's to raise
-            import traceback
-
             say({"error": f"{error}\n{traceback.format_exc()}"})
 
 
 def _generate(llm: Any, command: dict[str, Any]) -> list[dict[str, Any]]:
-    import time
-
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.inputs import TokensPrompt  # pyright: ignore[reportMissingImports]
-    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
-
+    vllm = importlib.import_module("vllm")
+    tokens_prompt = importlib.import_module("vllm.inputs").TokensPrompt
+    lora_request = importlib.import_module("vllm.lora.request").LoRARequest
     salt = {"cache_salt": command["salt"]} if command.get("salt") else {}
     adapter = command.get("adapter")
-    prompts = [TokensPrompt(prompt_token_ids=each, **salt) for each in command["prompts"]]
+    prompts = [tokens_prompt(prompt_token_ids=each, **salt) for each in command["prompts"]]
     start = time.perf_counter()
     outputs = llm.generate(
         prompts,
-        SamplingParams(temperature=0, max_tokens=command.get("tokens", 8), ignore_eos=True, logprobs=0),
+        vllm.SamplingParams(temperature=0, max_tokens=command.get("tokens", 8), ignore_eos=True, logprobs=0),
         use_tqdm=False,
-        lora_request=LoRARequest(adapter[0], adapter[1], adapter[2]) if adapter else None,
+        lora_request=lora_request(adapter[0], adapter[1], adapter[2]) if adapter else None,
     )
     seconds = time.perf_counter() - start
     return [

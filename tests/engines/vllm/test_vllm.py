@@ -282,7 +282,8 @@ worker._store = store
 def test_the_daemon_goes_and_comes_back(model: Path, tmp_path: Path) -> None:
     """Killed under a running engine: no request fails, no wrong token; started anew: both share again."""
     socket = tmp_path / "s"
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "connector": {"socket": str(socket)}}
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    options["connector"] = {"socket": str(socket)}
     ids = prompt(30, 200)
     with Engine(tmp_path / "log", model, **options) as engine:
         (want,) = engine.generate(ids)
@@ -321,7 +322,7 @@ def test_several_groups_of_layers(tmp_path: Path) -> None:
         query_pre_attn_scalar=32,
         rope_local_base_freq=10000.0,
     )
-    options = {"load_format": "dummy", "skip_tokenizer_init": True}
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     pool = {**POOL, "opaque_block_bytes": 3 * TINY_BLOCK_BYTES}
     ids = prompt(40, 300)
     with running(pools=[pool]) as daemon, ExitStack() as stack:
