@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        self._check_first(sys.argv[1:] if args is None else args)
         found, extra = super().parse_known_args(args, namespace)
         assert found is not None
         if extra:
@@ -80,6 +81,23 @@ class Parser(argparse.ArgumentParser):
                 f"there is no option {name}" + (f"; did you mean {hint}{mark}{value}?" if hint else "")
             )
         return found, extra
+
+    def _check_first(self, args: Sequence[str]) -> None:
+        """Where commands follow, an option of theirs that stands before them is told where it belongs."""
+        commands = next(
+            (each for each in self._actions if isinstance(each, argparse._SubParsersAction)), None
+        )
+        if commands is None or not args or not args[0].startswith("-"):
+            return
+        name = args[0].partition("=")[0]
+        if name in self._option_string_actions:
+            return
+        for parser in commands.choices.values():
+            if name in parser._option_string_actions:
+                chosen = next((word for word in args if word in commands.choices), commands.metavar)
+                self.error(
+                    f"options go behind the command: {self.prog} {chosen} {' '.join(_option(args, chosen))}"
+                )
 
     def error(self, message: str) -> NoReturn:
         """Exit code 2."""
@@ -97,10 +115,32 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}\nSee {self.prog} --help\n")
 
 
+class Suggested:
+    """What the shell may complete an argument with; what is no such word is for the command to refuse.
+
+    `words` is called when somebody asks, which is when a completion script is made: naming traces or settings takes
+    loading what knows them.
+    """
+
+    def __init__(self, words: Callable[[], Iterable[str]]) -> None:
+        self._words = words
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._words())
+
+    def __contains__(self, word: object) -> bool:
+        return True
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """What was meant, if anything is close enough; else ""."""
     found = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return found[0] if found else ""
+
+
+def _option(args: Sequence[str], chosen: object) -> list[str]:
+    """The option at the front, and its value where one stands before the command."""
+    return [args[0], *args[1:2]] if len(args) > 1 and args[1] != chosen and args[1][:1] != "-" else [args[0]]
 
 
 def several(number: int, one: str, many: str = "") -> str:

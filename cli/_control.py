@@ -60,7 +60,7 @@ def add_command(
 
 def pool_help(command: str) -> str:
     """What `--pool` means there."""
-    if command in ("map", "tree"):
+    if command in ("map", "tree", "tickets"):
         return "the pool to show (the first one)"
     if command == "evict":
         return "the pool to evict from; needed where there are several"

@@ -17,7 +17,7 @@ Who is connected and what each holds, the largest holder first. `own` slots are 
 quota; what it has published is everybody's. `fenced` ones were given back and wait for a step of its device. `steps`
 are completed / submitted. Notes: `stalled` (steps submitted and none completes), `lost` (the connection ended, the
 process may live: its slots are set aside until it is gone), `owes n` (it was asked to give n sequences up),
-`unread` (bytes of answers it has not fetched)."""
+`unread` (bytes of answers it has not fetched), `posted refused` (of the frees and trims that it asked no reply to)."""
 
 EXAMPLES: Final = """\
   kvslotctl clients
@@ -91,11 +91,13 @@ def _notes(row: _control.Row) -> str:
     if row["owes"]:
         notes.append(f"owes {row['owes']}")
     if row["pins"]:
-        notes.append(f"{row['pins']} pins")
+        notes.append(_common.several(row["pins"], "pin"))
     if row["page"] > 1:
         notes.append(f"pages of {row['page']}")
     if row["group"] > 1:
         notes.append(f"one of {row['group']} processes")
+    if row["posted_errors"]:
+        notes.append(f"{row['posted_errors']:,} posted refused")
     if row["outbox_bytes"]:
         notes.append(f"{_screen.size(row['outbox_bytes'])} unread")
     return ", ".join(notes)

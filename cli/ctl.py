@@ -17,7 +17,10 @@ from typing import Final
 from kvslot import __version__
 from kvslot.cli import _common
 
-COMMANDS: Final = ("status", "clients", "map", "tree", "frag", "evict", "audit", "replay", "bench")
+COMMANDS: Final = (
+    "status", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "evict", "audit", "drain",
+    "replay", "bench",
+)  # fmt: skip
 """Modules of this room, in the order of the help."""
 
 DESCRIPTION: Final = (
@@ -28,7 +31,7 @@ EPILOG: Final = f"""\
 examples:
   kvslotctl status                             is the daemon there, and how full is it
   kvslotctl map                                its blocks as a picture
-  kvslotctl replay --demo                      what slots, sharing and one pool are worth, in about a minute
+  kvslotctl replay --demo                      what slots, sharing and one pool are worth, a minute or two
   kvslotctl replay mix200_a --policy all       one recorded trace under all policies
   kvslotctl replay --help                      all options of a command
   kvslotctl --print-completion bash            completion for your shell (bash, zsh, tcsh)

@@ -83,13 +83,26 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             code = _control.write(arguments, control, {"rows": [row]})
         if arguments.json != "-" and not code:
-            less = (
-                "" if gone >= wanted or arguments.amount == "all" else f" of {wanted:,}: the rest is in use"
-            )
-            print(f"{pool['pool']}: evicted {gone:,} tokens{less}; {after['free']:,} slots are free")
+            less = "" if gone >= wanted else _why(after)
+            asked = "" if gone >= wanted or arguments.amount == "all" else f" of {wanted:,}"
+            evicted = _common.several(gone, "token")
+            print(f"{pool['pool']}: evicted {evicted}{asked}{less}; {after['free']:,} slots are free")
         return code
 
     return _control.ask(arguments, act)
+
+
+def _why(pool: _control.Row) -> str:
+    """Why no more could go, by what a pool still holds."""
+    if not pool["cached"]:
+        return ": no more is cached"
+    if pool["evictable"]:
+        return ": more can go; ask again"
+    held = _common.several(pool["cached"], "cached token")
+    pins = f", {pool['pinned']:,} of them by pins" if pool["pinned"] else ""
+    return (
+        f": the {held} left {'is' if pool['cached'] == 1 else 'are'} held by running sequences or pins{pins}"
+    )
 
 
 def _evict(control: Control, pool: str, wanted: int) -> int:

@@ -66,8 +66,9 @@ def _print(out: Console, row: _control.Row) -> None:
     from kvslot.cli import _screen
 
     out.print(
-        f"{row['pool']} · {row['blocks']:,} blocks of {row['block_size']}, {row['blocks_free']:,} wholly free · "
-        f"{row['free']:,} slots free in {row['free_runs']:,} runs",
+        f"{row['pool']} · {_common.several(row['blocks'], 'block')} of {row['block_size']}, "
+        f"{row['blocks_free']:,} wholly free · "
+        f"{_common.several(row['free'], 'slot')} free in {_common.several(row['free_runs'], 'run')}",
         style="bold",
     )
     table = _screen.table("", "value", "", left=("", ""))
@@ -97,5 +98,7 @@ def _print(out: Console, row: _control.Row) -> None:
     out.print("usable_run_pct: free memory in runs of at least", style="dim")
     runs = _screen.table("blocks", "share", "", left=("",))
     for blocks, share in row["usable_run_pct"].items():
+        if int(blocks) > row["blocks"]:
+            break  # no pool has a run longer than itself
         runs.add_row(f"{int(blocks):,}", _screen.pct(share), _screen.bar(out, share / 100, BAR_WIDTH))
     out.print(runs)

@@ -185,7 +185,7 @@ def _print(
     blocks, block_size = len(counts), pool["block_size"]
     label = len(f"{first + blocks - 1:,}") + 2
     each, across = layout(blocks, out.width - label, lines)
-    title = f"{pool['pool']} · {pool['blocks']:,} blocks of {block_size} · "
+    title = f"{pool['pool']} · {_common.several(pool['blocks'], 'block')} of {block_size} · "
     out.print(title + (f"a cell is {each:,} blocks" if each > 1 else "a cell is a block"), style="bold")
     cells = gather(counts, each)
     coloured = _screen.coloured(out)

@@ -34,6 +34,9 @@ examples:
 EVICTIONS: Final = ("lru", "s3fifo", "gaps")
 """The core's, written out: building the parser loads no room.  A test compares."""
 
+POLICIES: Final = ("contiguous", "paged", "hashed", "token", "slotted", "all")
+"""For completion; written out for the same reason, and compared, too."""
+
 DEMO_FOLDER: Final = Path("build/replay")
 
 Number = TypeVar("Number", int, float)
@@ -50,7 +53,11 @@ def add(subparsers: _common.Subparsers) -> None:
     )
     parser.set_defaults(handler=run)
     parser.add_argument(
-        "traces", nargs="*", metavar="TRACE", help="a .kvs.gz file, or the name of a bundled trace"
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        choices=_common.Suggested(_traces),
+        help="a .kvs.gz file, or the name of a bundled trace",
     )
     parser.add_argument("--list", action="store_true", help="list the bundled traces and leave")
     parser.add_argument(
@@ -63,6 +70,7 @@ def add(subparsers: _common.Subparsers) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
+        choices=_common.Suggested(lambda: POLICIES),
         help="contiguous, paged, hashed, token, slotted, or all (default)",
     )
     what.add_argument(
@@ -210,6 +218,12 @@ def _number(text: str, kind: Callable[[str], Number], what: str = "a number") ->
     except ValueError:
         hint = "; name traces first, before the options" if _names_a_trace(text) else ""
         raise argparse.ArgumentTypeError(f"{text} is not {what}{hint}") from None
+
+
+def _traces() -> list[str]:
+    from kvslot.replay import bundled
+
+    return list(bundled())
 
 
 def _names_a_trace(text: str) -> bool:

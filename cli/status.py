@@ -53,7 +53,8 @@ def _print(out: Console, socket: str, status: _control.Row, pools: list[_control
     from kvslot.cli import _screen
 
     lost = f", {status['sessions_lost']} of them lost" if status["sessions_lost"] else ""
-    holds = f"{_common.several(status['sessions'], 'session')}{lost}, {_common.several(status['sequences'], 'sequence')}"
+    sessions = _common.several(status["sessions"], "session")
+    holds = f"{sessions}{lost}, {_common.several(status['sequences'], 'sequence')}"
     up = _screen.duration(status["uptime_s"])
     if status["state"] == "draining":
         left = _screen.duration(status["drain_left_s"])

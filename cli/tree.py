@@ -203,8 +203,9 @@ def _print(
     from kvslot.cli import _screen
 
     out.print(
-        f"{pool['pool']} · {pool['cached']:,} tokens cached in {pool['nodes'] - pool['namespaces']:,} nodes of "
-        f"{pool['namespaces']} namespace{'s' if pool['namespaces'] != 1 else ''}",
+        f"{pool['pool']} · {_common.several(pool['cached'], 'token')} cached in "
+        f"{_common.several(pool['nodes'] - pool['namespaces'], 'node')} of "
+        f"{_common.several(pool['namespaces'], 'namespace')}",
         style="bold",
     )
     if not best:
@@ -237,7 +238,9 @@ def _print(
         )
     out.print(table)
     if prefixes > len(best):
-        out.print(f"{prefixes - len(best):,} more prefixes: see --top", style="dim")
+        out.print(
+            f"{_common.several(prefixes - len(best), 'more prefix', 'more prefixes')}: see --top", style="dim"
+        )
 
 
 def space_name(space: _control.Row) -> str:

@@ -281,12 +281,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pools: tuple[PoolSettings, ...] = ()
 
 
+CHANGEABLE: Final = (
+    "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us"
+)  # fmt: skip
+"""Settings that SetConfig and SIGHUP change: those that are looked at anew each time."""
+
+
 class Effective(msgspec.Struct, frozen=True):
     """Settings, and where each came from."""
 
     settings: Settings
     origins: dict[str, str]
-    """"socket", "pool.chat.size" -> "default", "environment KVSLOT_SOCKET", "kvslot.toml", "flag"."""
+    """"socket", "pool.chat.size" -> "environment KVSLOT_SOCKET", "kvslot.toml", "flag --pool-size"; no defaults."""
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -304,18 +310,21 @@ def load(
     path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Settings:
     """The settings that hold; ConfigError, with every problem, where they cannot be used.
 
-    `overrides` are flags by setting: {"socket": ..., "pool_size": ...}; None counts as not given.
+    `overrides` are flags by setting: {"socket": ..., "pool_size": ...}; None counts as not given.  `flags`: what those
+    were called on the command line, where that is not as `flag_of` says.
     """
-    return read(path, environ, overrides).settings
+    return read(path, environ, overrides, flags).settings
 
 
 def read(
     path: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Effective:
     """As `load`, with where each value came from."""
     environ = os.environ if environ is None else environ
@@ -326,7 +335,7 @@ def read(
     if file is not None:
         _from_file(file, given, pools, problems)
     _from_outside(_environment(environ), given, pools, problems)
-    _from_outside(_flags(overrides or {}), given, pools, problems)
+    _from_outside(_flags(overrides or {}, flags or {}), given, pools, problems)
 
     origins: dict[str, str] = {}
     values = _convert(given, SETTINGS, "", origins, "", problems)
@@ -405,8 +414,12 @@ def strays(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _flags(overrides: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    found = [(key, value, f"flag {flag_of(key)}") for key, value in overrides.items() if value is not None]
+def _flags(overrides: Mapping[str, object], flags: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    found = [
+        (key, value, f"flag {flags.get(key) or flag_of(key)}")
+        for key, value in overrides.items()
+        if value is not None
+    ]
     for key, _, _ in found:
         assert key in SETTINGS or key.removeprefix("pool_") in POOL, f"no setting {key}"
     return found
@@ -879,10 +892,11 @@ def dump(effective: Effective, sums: Sequence[PoolSum]) -> str:
     for key, rule in SETTINGS.items():
         lines.append(_line(key, getattr(effective.settings, key), rule, origins.get(key, "default")))
     for pool, total in zip(effective.settings.pools, sums, strict=True):
+        planes = f"{total.planes} {'plane' if total.planes == 1 else 'planes'}"
         lines += [
             "",
             f"# {total.name}: {total.model}",
-            f"#   {total.slot_bytes:,} bytes per token in {total.planes} planes, fingerprint {total.fingerprint}",
+            f"#   {total.slot_bytes:,} bytes per token in {planes}, fingerprint {total.fingerprint}",
             f"#   {total.blocks:,} blocks of {total.block_size} slots, {total.usable:,} slots to use",
             f"#   {size_text(total.size_bytes)} ({total.size_bytes:,} bytes)",
             "[[pool]]",
@@ -964,6 +978,7 @@ def _number_text(number: float) -> str:
 
 
 __all__ = [
+    "CHANGEABLE",
     "ConfigError",
     "Effective",
     "LayoutTable",

@@ -94,7 +94,7 @@ class Connection:
             self.end(str(error))
             return
         if not size:
-            self.end("closed by the client")
+            self.end("connection closed")
             return
         try:
             bodies = self._reader.feed(bytes(_buffer[:size]), TURN_FRAMES)

@@ -34,6 +34,7 @@ class Endpoint:
         """Takes the lock; EndpointError when the path is another's or cannot be used."""
         self.path = path
         self.socket: socket.socket | None = None
+        self.stale = False  # whether a socket lay there that nobody serves, to be replaced
         self._lock = -1
         self._inode = (0, 0)
         # The name it is bound under first is longer.
@@ -95,7 +96,8 @@ class Endpoint:
                 probe.connect(str(self.path))
             except OSError as error:
                 if error.errno == errno.ECONNREFUSED:
-                    return  # nobody listens: a daemon that was killed left it
+                    self.stale = True  # nobody listens: a daemon that was killed left it
+                    return
                 raise EndpointError(f"cannot tell whether {self.path} is in use: {error.strerror}") from None
         raise EndpointError(f"{self.path} is in use by another process, which holds no lock of ours")
 

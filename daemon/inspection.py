@@ -33,6 +33,7 @@ from kvslot.allocator.extents import split_extents
 from kvslot.allocator.runs import EXACT
 from kvslot.api.wire import BadRequest, NotFound
 from kvslot.api.wire.messages import Pool as Description
+from kvslot.daemon.config import CHANGEABLE, SETTINGS
 
 Row = dict[str, Any]
 Page = tuple[list[Row], int]
@@ -100,6 +101,8 @@ class MemberView(Protocol):
     def outbox(self) -> int: ...  # bytes of replies it has not read
     @property
     def frames(self) -> int: ...  # received
+    @property
+    def posted_errors(self) -> int: ...  # of what it asked no reply to: how much was refused
 
 
 class View(Protocol):
@@ -254,6 +257,7 @@ def _session(view: View, member: MemberView) -> Row:
         "group": len(session.group.members) if session.group else 1,
         "outbox_bytes": member.outbox,
         "frames": member.frames,
+        "posted_errors": member.posted_errors,
     }
 
 
@@ -337,9 +341,19 @@ def _latency(view: View, cursor: int, limit: int, pool: str) -> Page:
 
 
 def _settings(view: View, cursor: int, limit: int, pool: str) -> Page:
-    found = [
-        {"name": name, "value": value} for name, value in _plain(view.settings).items() if name != "pools"
-    ]
+    found = []
+    for name, value in _plain(view.settings).items():
+        rule = SETTINGS.get(name)
+        if rule is not None:  # `pools` has none, and is `config`
+            found.append(
+                {
+                    "name": name,
+                    "value": value,
+                    "changeable": name in CHANGEABLE,
+                    "allowed": rule.allowed(),
+                    "meaning": rule.text,
+                }
+            )
     return _cut(found, cursor, limit)
 
 

@@ -2,6 +2,7 @@
 
     0   ended as told to          2  settings that cannot be used, or memory that is not there
     70  a fault of the daemon     3  the socket cannot be had: another daemon serves it, or its folder refuses
+   130  interrupted before it was ready
 
 A supervisor that starts the daemon again should not do so after 2 or 3.
 """
@@ -9,11 +10,12 @@ A supervisor that starts the daemon again should not do so after 2 or 3.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvslot import __version__
 
@@ -54,17 +56,48 @@ examples:
   kvslotd --pool-size 8GiB --model-config ./config.json
 
 Settings are read from the file, then from the environment (KVSLOT_SOCKET, KVSLOT_LOG_LEVEL, KVSLOT_POOL_SIZE, ...),
-then from flags; the last one holds.  SIGTERM and SIGINT drain: no new work, then the end.
+then from flags; the last one holds.  SIGTERM and SIGINT drain: no new work, then the end; the second one ends at once.
 
 exit codes:
    0  ended as told to             2  settings that cannot be used, or memory that is not there
   70  a fault of the daemon        3  the socket cannot be had
+ 130  interrupted before it was ready
 """
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells wrong usage in two lines: what is wrong, with what was meant, and where the help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2."""
+        mark = "unrecognized arguments: "
+        if message.startswith(mark):
+            words = message.removeprefix(mark).split(" ")
+            wrong = next((word for word in words if word.startswith("-")), words[0])
+            name, equals, value = wrong.partition("=")
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(name, options, 1, 0.6) if name.startswith("-") else []
+            message = (
+                f"there is no option {name}"
+                if name.startswith("-")
+                else f"{wrong!r} is one argument too many"
+            )
+            message += f"; did you mean {near[0]}{equals}{value}?" if near else ""
+        self.exit(CONFIG, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+
+
+class Suggested(tuple[str, ...]):
+    """Choices for the shell to complete; what is no such word is for the settings to refuse, with all else."""
+
+    __slots__ = ()
+
+    def __contains__(self, word: object) -> bool:
+        return True
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="kvslotd",
         description="The kvslot daemon: owns a KV-cache pool and serves it to the LLM engines of this host.",
         epilog=EPILOG,
@@ -78,8 +111,18 @@ def parser() -> argparse.ArgumentParser:
     config = top.add_argument("--config", metavar="FILE", help="settings, as TOML; default: $KVSLOT_CONFIG")
     config.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
     top.add_argument("--socket", metavar="PATH", help="the Unix socket to listen on")
-    top.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
-    top.add_argument("--log-format", metavar="FORMAT", help="json, console, or auto (console on a terminal)")
+    top.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        choices=Suggested(("debug", "info", "warning", "error")),
+        help="debug, info, warning or error",
+    )
+    top.add_argument(
+        "--log-format",
+        metavar="FORMAT",
+        choices=Suggested(("auto", "json", "console")),
+        help="json, console, or auto (console on a terminal)",
+    )
     top.add_argument(
         "--no-prefault",
         action="store_true",
@@ -151,6 +194,7 @@ def _main(arguments: argparse.Namespace) -> int:
     from kvslot.daemon import config
 
     overrides: dict[str, object] = {name: getattr(arguments, name) for name in _SETTING_FLAGS}
+    flags = {"prefault": "--no-prefault"}  # what a setting was said by, where its name does not tell
     path = arguments.config or os.environ.get("KVSLOT_CONFIG") or None
     if arguments.no_prefault:
         overrides["prefault"] = False
@@ -164,9 +208,11 @@ def _main(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return CONFIG
-        overrides = {**DEMO, **{key: value for key, value in overrides.items() if value is not None}}
+        said = {key: value for key, value in overrides.items() if value is not None}
+        flags |= {key: "--demo" for key in DEMO if key not in said}
+        overrides = {**DEMO, **said}
     try:
-        effective = config.read(path, os.environ, overrides)
+        effective = config.read(path, os.environ, overrides, flags)
         if not effective.settings.pools:
             raise config.ConfigError(["no pool is configured"])
         sums = [config.pool_sum(pool) for pool in effective.settings.pools]
@@ -174,7 +220,7 @@ def _main(arguments: argparse.Namespace) -> int:
         return _refuse(error, arguments)
     if arguments.check_config:
         return _check(effective, sums, arguments.json)
-    return _serve(effective.settings, lambda: config.load(path, os.environ, overrides))
+    return _serve(effective.settings, lambda: config.load(path, os.environ, overrides, flags))
 
 
 def _serve(settings: Settings, reload: Callable[[], Settings]) -> int:
@@ -195,6 +241,11 @@ def _serve(settings: Settings, reload: Callable[[], Settings]) -> int:
 
 def _refuse(error: Any, arguments: argparse.Namespace) -> int:
     """Every problem on standard error, as JSON too where that was asked for."""
+    from kvslot.daemon import config
+
+    warnings = config.strays(os.environ)  # what was meant for a setting may be why there is a problem
+    for each in warnings:
+        print(f"kvslotd: warning: {each}", file=sys.stderr)
     for problem in error.problems:
         print(f"kvslotd: {problem}", file=sys.stderr)
     if error.problems == ["no pool is configured"]:
@@ -205,7 +256,20 @@ def _refuse(error: Any, arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if arguments.check_config and arguments.json is not None:
-        _write_json({"ok": False, "problems": error.problems}, arguments.json)
+        import msgspec
+
+        from kvslot.daemon.device.memory import available
+
+        result = {
+            "ok": False,
+            "problems": error.problems,
+            "warnings": warnings,
+            "settings": None,
+            "origins": {},
+            "pools": [],
+            "memory": msgspec.to_builtins(available()),
+        }
+        _write_json(result, arguments.json)
     return CONFIG
 
 

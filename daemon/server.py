@@ -15,6 +15,7 @@ fault: the process says so and ends, and the kernel takes back what it held.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import os
 import resource
@@ -50,6 +51,7 @@ from kvslot.api.wire import (
 )
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.collector import Collector
+from kvslot.daemon.config import CHANGEABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
@@ -73,10 +75,6 @@ DESCRIPTORS_SPARE: Final = 32
 """For all else: pools, lock, log, libraries."""
 TOOLS: Final = 32
 """Connections beyond `sessions_max`: those who have said nothing yet, and tools, which have no session."""
-CHANGEABLE: Final = (
-    "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us"
-)  # fmt: skip
-"""Settings that SetConfig changes: those that are looked at anew each time."""
 DESCRIPTORS_ALL: Final = 1 << 20
 """Beyond any number that is in use; closing a range is one system call."""
 SESSION_LINES: Final = 50
@@ -805,7 +803,11 @@ class Server:
     def set_config(self, name: str, value: str) -> None:
         """Changes what may be changed while running, for as long as the process runs."""
         if name not in CHANGEABLE:
-            raise BadRequest(f"{name!r} cannot be changed while running; these can: {', '.join(CHANGEABLE)}")
+            near = difflib.get_close_matches(name, CHANGEABLE, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise BadRequest(
+                f"{name!r} cannot be changed while running{hint}; these can: {', '.join(CHANGEABLE)}"
+            )
         try:
             self.settings = config.changed(self.settings, name, value)
         except config.ConfigError as error:
@@ -965,6 +967,8 @@ async def _serve(
     try:
         try:
             server.listen(endpoint)
+            if endpoint.stale:
+                log.warning("stale_socket_replaced", socket=settings.socket)
         except EndpointError as error:
             log.error("cannot_start", reason=str(error))
             return 3

@@ -14,6 +14,7 @@ import array
 import contextlib
 import os
 import socket
+import stat
 import struct
 from collections import deque
 from collections.abc import Iterable
@@ -38,6 +39,7 @@ RECEIVE: Final = 1 << 16
 """Bytes asked of one recv: a reply of ordinary size comes in one.  From 128 KiB on malloc maps fresh pages for each
 call, which costs seven times what the recv does."""
 DESCRIPTORS: Final = 8  # most that may come with one frame; the protocol names three
+NAME_IT: Final = "name its socket (--socket of a command, the first argument of a client, or KVSLOT_SOCKET)"
 PATH_BYTES: Final = 107  # of a Unix socket's path, set by the kernel's sockaddr_un
 
 M = TypeVar("M", bound=msgspec.Struct)
@@ -248,14 +250,26 @@ def remedy(error: OSError, path: str) -> str:
     """What is wrong when a daemon's socket cannot be connected to, and what to do about it."""
     match error:
         case FileNotFoundError():
-            return "there is no such socket; start kvslotd, or name its socket (argument, or KVSLOT_SOCKET)"
+            return f"there is no such socket; start kvslotd, or {NAME_IT}"
+        case ConnectionRefusedError() if not _is_socket(path):
+            return f"that is no socket; {NAME_IT}"
         case ConnectionRefusedError():
             return "the socket is left over from a daemon that has ended; start kvslotd"
+        case NotADirectoryError():
+            return f"a part of that path is no folder; {NAME_IT}"
         case PermissionError():
             return "this user may not open the socket; see socket_group and socket_mode of the daemon's configuration"
     if len(os.fsencode(path)) > PATH_BYTES:
         return f"the path has {len(os.fsencode(path))} bytes and the kernel allows {PATH_BYTES}; use a shorter one"
     return str(error)
+
+
+def _is_socket(path: str) -> bool:
+    """Whether a socket lies there; what cannot be looked at may be one."""
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return True
 
 
 def _send_trouble(error: OSError) -> str:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from kvslot.allocator import audit
-from kvslot.api.wire import Denied, Reader, Refused, decode_request, encode, messages
+from kvslot.api.wire import BadRequest, Denied, Reader, Refused, decode_request, encode, messages
 from kvslot.daemon import inspection
 
 from .views import View
@@ -70,6 +72,17 @@ class FakeDaemon:
             case messages.Audit():
                 faults = self.faults or audit(pools[request.pool].core)
                 return messages.Audited(request.id, faults, 1.5)
+            case messages.SetConfig():
+                try:
+                    self.view.settings = msgspec.structs.replace(
+                        self.view.settings, **{request.name: request.value}
+                    )
+                except TypeError:
+                    raise BadRequest(f"{request.name!r} cannot be changed while running") from None
+                return messages.Done(request.id)
+            case messages.Drain():
+                self.view.drain_left = request.deadline_ms / 1000
+                return messages.Done(request.id)
             case _:
                 raise AssertionError(request)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvslot.allocator import Pool, PoolConfig, Space
+from kvslot.allocator import Later, Pool, PoolConfig, Space
+from kvslot.api.wire import messages
 from kvslot.cli import ctl, tree
 from kvslot.cli import map as pool_map
 
@@ -22,6 +23,11 @@ from .control import FakeDaemon, served
 from .views import made, view_of
 
 COMMANDS = ("status", "clients", "map", "tree", "frag", "audit")
+OTHERS = {
+    "evict": ["5"], "tickets": [], "latency": [], "settings": [], "set": ["log_level", "debug"], "drain": [],
+}  # fmt: skip
+"""Commands that show no pool, each with what it needs."""
+EVERY = (*COMMANDS, *OTHERS)
 
 Shown = Callable[..., str]
 
@@ -99,7 +105,7 @@ KEYS = {
     ),
     "clients": (
         "session name pid uid pool state stalled age_s page sequences charged quota fenced pins submitted completed "
-        "owes group outbox_bytes frames"
+        "owes group outbox_bytes frames posted_errors"
     ),
     "map": "block blocks slots",
     "tree": (
@@ -207,12 +213,14 @@ def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: S
     view = view_of(default=pool)
     view.members[0].name = "quiet\x1b[31m"
     view.members[0].state = "lost"
+    view.members[0].posted_errors = 2
     with served(tmp_path / "k.sock", view) as daemon:
         daemon.limit = 1
         out = show("clients")
         assert [int(each) for each in re.findall(r"^ *(\d+) ", out, re.MULTILINE)] == [2, 1]
         assert "stalled" in out
         assert "lost" in out
+        assert "2 posted refused" in out
         assert "\x1b" not in out
         view.members.clear()
         assert show("clients") == "nobody is connected\n"
@@ -332,6 +340,8 @@ def test_frag_defines_what_it_shows(
     """Every figure of the table is a key of the JSON, and its definition stands in the help."""
     out = show("frag")
     row = rows(show("frag", "--json"))[0]
+    assert re.search(r"^ *128 ", out, re.MULTILINE)
+    assert not re.search(r"^ *256 ", out, re.MULTILINE), "the pool has 129 blocks"
     with pytest.raises(SystemExit):
         ctl.main(["frag", "--help"])
     told = capsys.readouterr().out
@@ -339,7 +349,6 @@ def test_frag_defines_what_it_shows(
         assert name in row
         assert name in told
     assert "usable_run_pct" in told
-    assert "1,024" in out
 
 
 def test_an_audit_that_finds_something_fails(daemon: FakeDaemon, show: Shown) -> None:
@@ -367,9 +376,27 @@ def test_evicting_frees_what_nobody_reads(
     assert list(row) == ["pool", "asked", "evicted", "evictable_left", "free"]
     assert row["evicted"] == before - 20
     assert row["evictable_left"] == 0
-    assert "evicted 0 tokens of 1,000: the rest is in use" in show("evict", "1k")
-    assert "evicted 0 tokens;" in show("evict", "all")
+    assert re.search(
+        r"evicted 0 tokens of 1,000: the \d+ cached tokens left are held by running sequences or pins;",
+        show("evict", "1k"),
+    )
+    assert "evicted 0 tokens: the " in show("evict", "all")
     assert core.tree.tokens > 0
+
+
+def test_evicting_from_what_is_empty_says_so(tmp_path: Path, show: Shown) -> None:
+    """Nothing is in use where nothing is cached; and what a pin keeps is told from what is read."""
+    pool = made()
+    with served(tmp_path / "k.sock", view_of(default=pool)):
+        assert "evicted 0 tokens of 50: no more is cached; " in show("evict", "50")
+        assert "evicted 0 tokens: no more is cached; " in show("evict", "all")
+        session = pool.open_session()
+        cache(pool, session, fresh(30, 0))
+        cache(pool, session, fresh(20, 500))
+        pool.pin(session, next(iter(pool.roots)), fresh(30, 0))
+        out = show("evict", "50")
+        assert "evicted 20 tokens of 50: the 30 cached tokens left are held by running " in out
+        assert "sequences or pins, 30 of them by pins;" in out
 
 
 @pytest.mark.parametrize(
@@ -399,15 +426,110 @@ def test_eviction_asks_which_pool_where_there_are_several(tmp_path: Path, show: 
         assert show("evict", "all", "--pool", "b").startswith("b: ")
 
 
+def test_waiting_requests_are_listed(tmp_path: Path, show: Shown) -> None:
+    """Whose, for how much, since when and for what; nobody is said plainly."""
+    pool = made()
+    first, second = pool.open_session(), pool.open_session()
+    with served(tmp_path / "k.sock", view_of(default=pool)) as daemon:
+        assert show("tickets") == "nobody waits\n"
+        admit(pool, first, fresh(pool.usable - 20, 0))
+        later = pool.allocate(second, next(iter(pool.roots)), fresh(100, 5000))
+        assert isinstance(later, Later)
+        out = show("tickets")
+        assert re.search(rf"^ *{later.ticket} +2 +100 +0 s +a new request", out, re.MULTILINE), out
+        (row,) = rows(show("tickets", "--json"))
+        assert set(row) == {
+            "ticket", "session", "needed", "age_s", "growth", "contiguous", "ready", "awaits_commit"
+        }  # fmt: skip
+        assert daemon.asked
+
+
+def test_latency_is_shown_by_verb(daemon: FakeDaemon, show: Shown) -> None:
+    """Counts, percentiles and steps; what was never timed has none."""
+    daemon.view.latency = {
+        "Allocate": {
+            "count": 1234, "refused": 2, "sampled": 77, "all_us_p50": 65.5, "all_us_p99": 131.1, "all_us_mean": 60.0,
+            **{f"{step}_us_mean": 10.0 for step in ("received", "decoded", "applied", "encoded", "sent")},
+        },
+        "Ping": {"count": 1, "refused": 0, "sampled": 0},
+    }  # fmt: skip
+    out = show("latency")
+    assert re.search(r"^Allocate +1,234 +2 +77 +65\.5 +131\.1 +60\.0( +10\.0){5}", out, re.MULTILINE)
+    assert re.search(r"^Ping +1 +0 +0( +-){8}", out, re.MULTILINE)
+    assert [row["verb"] for row in rows(show("latency", "--json"))] == ["Allocate", "Ping"]
+
+
+def test_settings_are_shown_and_some_can_be_set(daemon: FakeDaemon, show: Shown) -> None:
+    """What is, what may be, what can be changed; what was changed is seen, and what cannot be is refused in a line."""
+    out = show("settings")
+    assert re.search(r"^log_level +\* +info +one of 'debug', 'info'", out, re.MULTILINE)
+    assert re.search(r"^sessions_max +256 +whole numbers from 1 ", out, re.MULTILINE)
+    document = json.loads(show("settings", "--json"))
+    assert [pool["pool"] for pool in document["pools"]] == ["default"]
+    assert set(document["rows"][0]) == {"name", "value", "changeable", "allowed", "meaning"}
+    assert "log_level is debug (was info) until" in show("set", "log-level", "debug")
+    (row,) = rows(show("set", "log_level", "info", "--json"))
+    assert row == {"name": "log_level", "value": "info", "before": "debug"}
+    assert "'nonsense' cannot be changed" in show("set", "nonsense", "1", code=2)
+
+
+def test_a_drain_says_how_long_it_takes_and_is_asked_for_once(daemon: FakeDaemon, show: Shown) -> None:
+    """As configured, as said, or now; a daemon that drains already is hurried only when that is asked for."""
+
+    def asked() -> list[int]:
+        return [each.deadline_ms for each in daemon.asked if isinstance(each, messages.Drain)]
+
+    assert show("drain") == "draining: 2 sequences running, ends in 20 s at most\n"
+    assert "draining already, 2 sequences running, ends in 20 s at most; --now" in show(
+        "drain", "--seconds", "5"
+    )
+    assert asked() == [20_000]
+    (row,) = rows(show("drain", "--json"))
+    assert row == {"asked": False, "drain_left_s": 20.0, "sequences": 2}
+    assert "ends now" in show("drain", "--now")
+    assert asked() == [20_000, 0]
+    daemon.view.drain_left = None
+    assert "ends in 1.5 s at most" in show("drain", "--seconds", "1.5")
+    daemon.view.drain_left = None
+    assert "ends now" in show("drain", "--seconds", "0")
+    assert asked() == [20_000, 0, 1500, 1], "0 would mean: as configured"
+
+
+@pytest.mark.parametrize("seconds", ["x", "-1", "nan", "90000"])
+def test_a_drain_takes_seconds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anything else is wrong usage."""
+    with pytest.raises(SystemExit) as end:
+        ctl.main(["drain", "--seconds", seconds])
+    assert end.value.code == 2
+    assert "argument --seconds" in capsys.readouterr().err
+
+
+def test_an_option_before_the_command_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The commonest order of words that is wrong here gets the right one, ready to be copied."""
+    for argv, told in (
+        (
+            ["--socket", "/k.sock", "status"],
+            "options go behind the command: kvslotctl status --socket /k.sock\n",
+        ),
+        (["--json", "clients"], "options go behind the command: kvslotctl clients --json\n"),
+        (["--socket=/k.sock"], "options go behind the command: kvslotctl COMMAND --socket=/k.sock\n"),
+        (["--bogus", "status"], "there is no option --bogus"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            ctl.main(argv)
+        assert end.value.code == 2
+        assert told in capsys.readouterr().err
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+@pytest.mark.parametrize("command", EVERY)
 def test_a_daemon_that_is_not_there_is_one_line_with_the_remedy(
     command: str, tmp_path: Path, show: Shown
 ) -> None:
     """No socket, a socket of a daemon that has ended, one that may not be opened, and a path no socket can have."""
-    more = ["5"] if command == "evict" else []
+    more = OTHERS.get(command, [])
     assert "start kvslotd" in show(command, *more, code=5)
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(tmp_path / "k.sock"))
@@ -415,6 +537,12 @@ def test_a_daemon_that_is_not_there_is_one_line_with_the_remedy(
     out = show(command, *more, code=5)
     assert "left over" in out
     assert "start kvslotd" in out
+    (tmp_path / "k.sock").unlink()
+    (tmp_path / "k.sock").write_text("text")
+    out = show(command, *more, code=5)
+    assert "that is no socket" in out
+    assert "--socket" in out
+    assert "left over" not in out
     code = ctl.main([command, *more, "--socket", str(tmp_path / ("x" * 150))])
     assert code == 5
 
@@ -431,13 +559,13 @@ def test_a_socket_that_may_not_be_opened_names_the_setting(
     assert "socket_group" in show("status", code=5)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+@pytest.mark.parametrize("command", EVERY)
 def test_a_daemon_that_lets_this_user_not_ask_says_whom_it_does(
     command: str, daemon: FakeDaemon, show: Shown
 ) -> None:
     """Denied is exit code 5 and names the setting that would allow it."""
     daemon.denies = True
-    assert "control_uids" in show(command, *(["5"] if command == "evict" else []), code=5)
+    assert "control_uids" in show(command, *OTHERS.get(command, []), code=5)
 
 
 def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show: Shown) -> None:
@@ -446,10 +574,10 @@ def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show
     assert "is it a kvslotd" in show("status", code=5)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+@pytest.mark.parametrize("command", [*COMMANDS, "evict", "tickets"])
 def test_an_unknown_pool_names_those_there_are(command: str, daemon: FakeDaemon, show: Shown) -> None:
     """A typing error is a matter of usage."""
-    more = ["5"] if command == "evict" else []
+    more = OTHERS.get(command, [])
     assert "default" in show(command, *more, "--pool", "defualt", code=2)
 
 
@@ -473,12 +601,13 @@ def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> N
             ctl.main(["--print-completion", shell])
         assert end.value.code == 0
         told = capsys.readouterr().out
-        for command in (*COMMANDS, "evict"):
+        for command in EVERY:
             assert command in told
+        assert "drain_seconds" in told
         assert "socket" in told
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict"])
+@pytest.mark.parametrize("command", EVERY)
 def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What a command means, how it is called, and what its exit code tells."""
     with pytest.raises(SystemExit) as end:

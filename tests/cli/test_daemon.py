@@ -134,3 +134,34 @@ def test_every_kind_of_the_daemon_can_be_inspected(daemon: Running) -> None:
             assert isinstance(answer, messages.Inspected), answer
             assert answer.rows or kind == "tickets"
         assert isinstance(wire.call(messages.Inspect, "nonsense"), messages.Error)
+
+
+def test_what_set_can_complete_is_what_the_daemon_can_change() -> None:
+    """The command names the settings; this room does not load the daemon's."""
+    from kvslot.cli import set as setting
+    from kvslot.daemon.config import CHANGEABLE
+
+    assert setting.NAMES == CHANGEABLE
+
+
+def test_settings_latency_and_a_drain_of_a_real_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting is changed and seen; verbs are counted; a drain is seen in status, and the second one ends it."""
+    with running(drain_seconds=60.0) as daemon, Wire(daemon.socket) as wire:
+        wire.hello("engine", map=False)
+        wire.call(messages.Allocate, wire.namespace, 1, tokens(20))
+        assert "drain_seconds is 30.0 (was 60.0)" in told(capsys, daemon, "set", "drain_seconds", "30")
+        rows = {row["name"]: row for row in document(capsys, daemon, "settings")["rows"]}
+        assert (rows["drain_seconds"]["value"], rows["drain_seconds"]["changeable"]) == (30.0, True)
+        assert not rows["sessions_max"]["changeable"]
+        assert "did you mean" in told(capsys, daemon, "set", "drain_secs", "30", code=2)
+        assert "drain_seconds" in told(capsys, daemon, "set", "sessions_max", "30", code=2)
+        assert "allowed: from 0 to 3_600 seconds" in told(capsys, daemon, "set", "drain_seconds", "-1", code=2)
+        counts = {row["verb"]: row["count"] for row in document(capsys, daemon, "latency")["rows"]}
+        assert counts["Allocate"] == counts["Hello"] == 1
+        assert "nobody waits" in told(capsys, daemon, "tickets")
+        assert told(capsys, daemon, "drain") == "draining: 1 sequence running, ends in 30 s at most\n"
+        assert "draining, ends in" in told(capsys, daemon, "status")
+        assert "engine" in told(capsys, daemon, "clients")
+        assert "draining already" in told(capsys, daemon, "drain")
+        assert "ends now" in told(capsys, daemon, "drain", "--now")
+        assert daemon.process.wait(5.0) == 0

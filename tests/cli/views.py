@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     socket: str = ""
     sessions_max: int = 256
+    log_level: str = "info"
+    drain_seconds: float = 20.0
     pools: tuple[PoolSettings, ...] = ()
 
 
@@ -80,6 +82,7 @@ class Member:
     state: str = "live"
     outbox: int = 0
     frames: int = 3
+    posted_errors: int = 0
 
 
 @dataclass

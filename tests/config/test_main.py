@@ -75,6 +75,10 @@ def test_check_config_with_problems(file: Path) -> None:
     result = json.loads(done.stdout)
     assert not result["ok"]
     assert len(result["problems"]) == 2
+    whole = json.loads(kvslotd("--demo", "--check-config", "--json").stdout)
+    assert list(result) == list(whole), "the same keys either way"
+    assert (result["settings"], result["origins"], result["pools"]) == (None, {}, [])
+    assert result["memory"]["total_bytes"] == whole["memory"]["total_bytes"]
     assert done.stderr.splitlines() == [f"kvslotd: {problem}" for problem in result["problems"]]
 
 
@@ -95,6 +99,38 @@ def test_strange_variables_are_warned_of(file: Path) -> None:
     done = kvslotd("--config", file, "--check-config", KVSLOT_LOGLEVEL="debug", KVSLOT_CONFIG="none")
     assert done.returncode == 0
     assert done.stderr == "kvslotd: warning: KVSLOT_LOGLEVEL is not a setting: KVSLOT_LOG_LEVEL is\n"
+    done = kvslotd("--config", file, "--block-size", "x", KVSLOT_LOGLEVEL="debug")
+    assert done.returncode == 2
+    warned, problem = done.stderr.splitlines()
+    assert warned == "kvslotd: warning: KVSLOT_LOGLEVEL is not a setting: KVSLOT_LOG_LEVEL is"
+    assert "block_size" in problem
+
+
+def test_what_the_demo_sets_comes_from_the_demo() -> None:
+    """Origins name the flags that were given: --demo, --no-prefault, and one that overrides the demo."""
+    done = kvslotd("--demo", "--no-prefault", "--pool-size", "32MiB", "--check-config", "--json")
+    origins = json.loads(done.stdout)["origins"]
+    assert origins == {
+        "prefault": "flag --no-prefault",
+        "pool.demo.name": "flag --demo",
+        "pool.demo.size": "flag --pool-size",
+        "pool.demo.layout": "flag --demo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--bogus"], "there is no option --bogus"),
+        (["--log-levl=debug"], "there is no option --log-levl; did you mean --log-level=debug?"),
+        (["--demo", "serve"], "'serve' is one argument too many"),
+        (["--config"], "argument --config: expected one argument"),
+    ],
+)
+def test_wrong_usage_is_two_lines(arguments: list[str], told: str) -> None:
+    """What is wrong and where the help is, as kvslotctl tells it; not a screenful of usage."""
+    done = kvslotd(*arguments)
+    assert (done.returncode, done.stderr) == (2, f"kvslotd: {told}\nSee kvslotd --help\n")
 
 
 def test_configuration_from_the_environment(file: Path) -> None:
@@ -138,6 +174,8 @@ def test_version_help_and_completion() -> None:
     done = kvslotd("--help")
     assert "examples:" in done.stdout
     assert "exit codes:" in done.stdout
+    assert " 130  interrupted" in done.stdout
+    assert "(debug info warning error)" in kvslotd("--print-completion", "zsh").stdout
     assert "--check-config" in kvslotd("--print-completion", "bash").stdout
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from kvslot.api.wire import CODES, messages, page
-from kvslot.daemon import inspection, server
-from kvslot.daemon.config import Settings
+from kvslot.daemon import inspection
+from kvslot.daemon.config import CHANGEABLE, Settings
 from kvslot.daemon.connection import TURN_VERBS
 from kvslot.daemon.verbs import EVICT_NS, NAMESPACES, TABLE
 
@@ -98,5 +98,5 @@ def test_kinds_and_settings_are_as_described() -> None:
     """What can be inspected and what can be changed is listed in full."""
     for kind in inspection.KINDS:
         assert f"`{kind}`" in PAGE.split("**Inspect.**", 1)[1].split("\n\n", 1)[0]
-    for name in server.CHANGEABLE:
+    for name in CHANGEABLE:
         assert f"`{name}`" in PAGE.split("**SetConfig.**", 1)[1].split("\n\n", 1)[0]

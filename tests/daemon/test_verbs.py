@@ -224,6 +224,10 @@ def test_posted_verbs_have_no_reply_and_others_may_not_be_posted(daemon: Running
     wire.send(Free(0, 1))
     assert isinstance(wire.call(Ping), Pong)
     assert "posted_refused" in daemon.text()
+    with Wire(daemon.socket) as control:
+        rows = control.call(Inspect, "sessions").rows
+    assert wire.welcome is not None
+    assert [row["posted_errors"] for row in rows if row["session"] == wire.welcome.session] == [1]
     wire.send(Probe(0, wire.namespace, tokens(2)))
     assert isinstance(wire.call(Ping), Pong)
 

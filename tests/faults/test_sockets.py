@@ -104,6 +104,7 @@ def test_S59_stale_socket_of_a_killed_daemon_is_replaced(folder: Path) -> None:
             Wire(folder / "s")
     with running(socket=folder / "s") as second:
         assert alive(second.socket)
+        assert "stale_socket_replaced" in second.text()
     assert not (folder / "s").exists()
 
 

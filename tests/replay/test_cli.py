@@ -301,7 +301,14 @@ def test_completion_knows_the_options(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as caught:
         ctl.main(["--print-completion", "bash"])
     assert caught.value.code == 0
-    assert "--max-live-search" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "--max-live-search" in told
+    assert "mix200_a" in told, "the bundled traces"
+    assert "hashed" in told, "the policies"
+    from kvslot.cli import replay
+    from kvslot.replay.policies import NAMES
+
+    assert (*NAMES, "all") == replay.POLICIES
 
 
 def test_the_list_names_every_bundled_trace(capsys: pytest.CaptureFixture[str]) -> None:
