@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ from kvslot.engines import fingerprint
 
 SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 """Kinds of KV cache whose blocks hold all that their tokens need."""
+
+CLOCKS_SECONDS: Final = 0.25
+"""The clock of file systems and that of processes may differ by less."""
 
 FIXED_ROPE: Final = frozenset({"", "default", "linear", "llama3", "yarn", "proportional"})
 """Rope scalings that do not depend on how long a context the engine was started for."""
@@ -219,19 +223,18 @@ class Keys:
 
 
 def process_start() -> float:
-    """When this process began, in seconds of the epoch."""
-    with open("/proc/stat") as file:
-        boot = next(int(line.split()[1]) for line in file if line.startswith("btime"))
+    """When this process began, in seconds of the epoch, to some hundredths."""
     with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return boot + ticks / os.sysconf("SC_CLK_TCK")
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # since the machine was started
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 def written_since(folder: Path, since: float) -> str:
     """A file of the folder that was written, or put there, after `since`; "" where none was."""
     for each in sorted(folder.iterdir()):
         if each.suffix in fingerprint.WEIGHTS or each.name.endswith("config.json"):
-            if each.stat().st_ctime > since - 1.0:  # the clocks behind the two differ by less
+            if each.stat().st_ctime > since - CLOCKS_SECONDS:
                 return str(each)
     return ""
 

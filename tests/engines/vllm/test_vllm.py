@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvslot.api.client import Control
@@ -236,6 +240,55 @@ def test_another_model_never_hits(start: Start, first: Engine, tmp_path: Path) -
     with start(model=model) as other:
         assert other.generate(ids)[0]["cached"] == 0
         assert other.statistics()["requests"] == 1
+
+
+def lora(folder: Path, seed: int) -> Path:
+    """An adapter of the tiny model, with weights that change what it says."""
+    safetensors = importlib.import_module("safetensors.numpy")
+    numbers = np.random.default_rng(seed)
+    folder.mkdir()
+    weights = {}
+    for layer in range(2):
+        for what, out in (("q_proj", 64), ("v_proj", 32)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{what}"
+            weights[f"{name}.lora_A.weight"] = numbers.standard_normal((8, 64)).astype("float32")
+            weights[f"{name}.lora_B.weight"] = numbers.standard_normal((out, 8)).astype("float32")
+    safetensors.save_file(weights, str(folder / "adapter_model.safetensors"))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "r": 8,
+                "lora_alpha": 16,
+                "target_modules": ["q_proj", "v_proj"],
+                "bias": "none",
+            }
+        )
+    )
+    return folder
+
+
+def test_adapters_never_meet(start: Start, tmp_path: Path) -> None:
+    """An adapter of the same name and number with other weights never hits; the same weights elsewhere do."""
+    one, two = lora(tmp_path / "one", 1), lora(tmp_path / "two", 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(one, copy)
+    time.sleep(1.1)  # what is younger than the engine is not trusted
+    ids = prompt(12, 100)
+    with start(enable_lora=True, max_lora_rank=8) as engine:
+        (plain,) = engine.generate(ids)
+        (cold,) = engine.generate(ids, adapter=["style", 1, str(one)])
+        assert (plain["cached"], cold["cached"]) == (0, 0)
+        young = lora(tmp_path / "young", 3)
+        engine.generate(ids, adapter=["new", 5, str(young)])
+        assert engine.statistics()["bypassed"] == 1
+    with start(enable_lora=True, max_lora_rank=8) as engine:
+        assert engine.generate(ids, adapter=["style", 1, str(two)])[0]["cached"] == 0
+        (warm,) = engine.generate(ids, adapter=["other", 7, str(copy)])
+        assert warm["cached"] == 96
+        assert warm["tokens"] == cold["tokens"]
+        assert warm["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+        assert engine.generate(ids)[0]["cached"] == 96
 
 
 def test_both_in_processes_of_their_own(start: Start, first: Engine) -> None:
