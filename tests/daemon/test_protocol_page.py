@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from kvslot.allocator.config import MAX_PRIORITY
 from kvslot.api.wire import CODES, messages, page
 from kvslot.daemon import inspection
 from kvslot.daemon.config import CHANGEABLE, Settings
-from kvslot.daemon.connection import TURN_VERBS
+from kvslot.daemon.connection import LONG_TOKENS, TURN_VERBS
 from kvslot.daemon.verbs import EVICT_NS, NAMESPACES, TABLE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
@@ -64,6 +65,22 @@ def test_messages_are_listed_with_their_numbers_fields_and_permissions() -> None
         assert [row[:3] for row in rows] == [of(kind) for kind in kinds]
         if title == "Requests":
             assert [row[3] for row in rows] == [TABLE[kind].permission.name.lower() for kind in kinds]
+
+
+def test_what_welcome_says_is_listed_field_by_field() -> None:
+    """Pool, plane and limits are on the page with their fields in order, and so are the four texts of a namespace."""
+    text = PAGE.split("\n## What Welcome says\n", 1)[1].split("\n## ", 1)[0]
+    tables = [
+        [row.strip("| ").split(" | ")[0] for row in table.splitlines()[2:]]
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    ]
+    kinds = (messages.Pool, messages.Plane, messages.Limits)
+    assert tables == [[each.name for each in msgspec.structs.fields(kind)] for kind in kinds]
+    parts = ", ".join(each.name for each in msgspec.structs.fields(messages.Namespace))
+    assert f"({parts})" in PAGE
+    assert f"an array of four names: {parts}." in PAGE
+    assert f"`priority` is 0 to {MAX_PRIORITY}" in PAGE
+    assert f"more than {LONG_TOKENS:,} new tokens" in PAGE
 
 
 def test_errors_are_listed() -> None:
