@@ -148,7 +148,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
         self.number = number
         self.window = window
         self.is_sliding = window > 0
-        self.length = 0
+        self.length = 0  # columns written; beyond those of the cache while a forward is under way
         # Planes as (1, heads, slots, width): a run of slots is one `narrow` away from what attention takes.
         self.key_plane: Any = None
         self.value_plane: Any = None
@@ -207,8 +207,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def get_seq_length(self) -> int:
-        """Columns behind this layer."""
-        return self.length
+        """Columns that all layers have behind them; what a forward under way, or a broken one, adds does not count."""
+        return self.cache._columns
 
     def get_max_length(self) -> int:
         """None: the pool is the limit."""
@@ -216,8 +216,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many columns `update` will return, and the first of them."""
-        start = self.start(self.length)
-        return self.length + query_length - start, start
+        past = self.cache._columns
+        start = self.start(past)
+        return past + query_length - start, start
 
     def start(self, past: int) -> int:
         """The first column that a token in column `past` sees."""
@@ -306,6 +307,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
 class PoolCache(Cache):  # type: ignore[misc]
     """The cache of one `generate`: give it as `cache=`, and close it (or use `with`) when that has ended."""
 
+    _closed = True  # until it holds something
+
     def __init__(
         self,
         client: Client,
@@ -356,7 +359,6 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._timeout = timeout
         self._publish = publish
-        self._closed = False
         self._fed = False
         self._hooks: list[Any] = []
         self.computed = 0
@@ -366,8 +368,10 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._limit = _rope_limit(model)
         self._prompt, pads = _prompts(input_ids, attention_mask)
         self._width: int = self._prompt.shape[1]
+        self._closed = False
         try:
             self._admit(pads, namespace, wait_for_commit, timeout, priority)
+            self._copy()
             self._open_planes()
             self._hook(model)
         except BaseException:
@@ -499,7 +503,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not self._closed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
             self.close()
 
