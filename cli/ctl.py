@@ -24,7 +24,8 @@ COMMANDS: Final = (
 """Modules of this room, in the order of the help."""
 
 DESCRIPTION: Final = (
-    "kvslot: a shared KV-cache pool for LLM servers, with slots for tokens inside every block."
+    "kvslot: a shared KV-cache pool for LLM servers, with slots for tokens inside every block.\n"
+    "Options go behind the command: kvslotctl status --socket ./kvslot.sock"
 )
 
 EPILOG: Final = f"""\

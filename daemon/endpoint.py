@@ -8,6 +8,7 @@ another name, given its mode and group, and only then moved to the path: nobody 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import grp
@@ -136,8 +137,9 @@ class Endpoint:
 
     def note(self, state: str = "") -> None:
         """Writes into the lock whose it is, for whoever finds it taken; `state`: what that one is doing."""
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()} {state}".strip().encode() + b"\n", 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()} {state}".strip().encode() + b"\n", 0)
 
     def close_socket(self) -> None:
         """Nobody connects any more; the file goes, if it is still ours."""

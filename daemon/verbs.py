@@ -150,7 +150,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         )
     if len(server.sessions) >= server.sessions_max:
         raise Busy(
-            f"{len(server.sessions)} sessions are open, which is the most (sessions_max, or all that descriptors allow)"
+            f"all sessions that there may be are open: {len(server.sessions)} (sessions_max, or what descriptors allow)"
         )
     hosted = server.hosted(m.pool)
     if m.group and not m.map:
@@ -334,7 +334,7 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
     if server.draining:
         raise ShuttingDown("the daemon is draining and starts no new sequences")
     if len(sequences) >= server.settings.sequences_max:
-        raise TooLarge(f"{len(sequences)} sequences are running in this session (sequences_max)")
+        raise TooLarge(f"this session runs all sequences that it may: {len(sequences)} (sequences_max)")
     if m.namespace not in member.roots:
         _root(member, m.namespace)
     hosted = member.hosted
@@ -429,7 +429,9 @@ def fork(server: Server, connection: Connection, m: messages.Fork, now: float) -
     if server.draining:
         raise ShuttingDown("the daemon is draining and starts no new sequences")
     if len(member.sequences) >= server.settings.sequences_max:
-        raise TooLarge(f"{len(member.sequences)} sequences are running in this session (sequences_max)")
+        raise TooLarge(
+            f"this session runs all sequences that it may: {len(member.sequences)} (sequences_max)"
+        )
     pool, session = member.hosted.core, member.session
     handle = _changed(member, m.sequence)
     waiting = member.sequences[m.sequence].given[m.copied :]
@@ -496,7 +498,7 @@ def pin(server: Server, connection: Connection, m: messages.Pin, now: float) -> 
     """Keeps a prefix."""
     member = member_of(connection)
     if len(member.session.pins) >= server.settings.sequences_max:
-        raise TooLarge(f"{len(member.session.pins)} pins are kept for this session (sequences_max)")
+        raise TooLarge(f"this session has all pins that it may: {len(member.session.pins)} (sequences_max)")
     handle, length = member.hosted.core.pin(member.session, _root(member, m.namespace), m.tokens)
     return messages.Pinned(m.id, handle, length)
 

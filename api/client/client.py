@@ -652,7 +652,8 @@ class Client:
     def __repr__(self) -> str:
         if not hasattr(self, "_session"):
             return f"<Client, not opened, at {id(self):#x}>"
-        state = "closed" if self._closed else f"{len(self._session.sequences)} sequences"
+        running = len(self._session.sequences)
+        state = "closed" if self._closed else f"{running} sequence{'s' if running != 1 else ''}"
         return f"<Client of pool {self.pool.name!r} at {self._connection.path}: {state}>"
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -819,6 +819,26 @@ def test_a_daemon_that_ends() -> None:
         client.close()
 
 
+def test_a_draining_daemon_takes_back_who_lost_its_connection() -> None:
+    """While it drains a client may reconnect and finish what it runs, hears of the drain, and nobody new comes in."""
+    with running(code=None, drain_seconds=60.0) as daemon, Client(str(daemon.socket)) as client:
+        sequence = client.admit(range(10))
+        daemon.process.send_signal(signal.SIGTERM)
+        assert [type(event) for event in client.events(timeout=20)] == [Draining]
+        client._connection._socket.shutdown(2)
+        with pytest.raises(Disconnected):
+            client.probe([1])
+        with pytest.raises(ShuttingDown, match=r"ends in .* s at most"):
+            Client(str(daemon.socket))
+        client.reconnect()
+        assert [type(event) for event in client.events(timeout=20)] == [Draining]
+        sequence.append(1)
+        assert sequence.commit() == 11
+        sequence.free()
+        client.settle()
+        assert daemon.process.wait(5) == 0
+
+
 def test_a_killed_daemon_is_a_clear_error() -> None:
     """A killed daemon is Disconnected with the path in it, wherever the client notices; views stay good."""
     with running(code=None) as daemon, warnings.catch_warnings():

@@ -74,7 +74,7 @@ def test_what_is_named_is_there() -> None:
         name for name in indices.__all__ if name.islower() and name not in ("pages_of", "slots_of", "within")
     }
     assert functions <= names
-    arguments = set()
+    arguments: set[str] = set()
     for call in (client.Client.__init__, client.Client.allocate):
         arguments.update(inspect.signature(call).parameters)
     known = {*dir(client.Sequence), *dir(client.Client), *functions, *arguments, "copies"}
