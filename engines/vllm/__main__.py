@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from kvslot.engines.vllm.region import record_bytes
+
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float": 4, "half": 2}
 WORDS: Final = {"float": "float32", "half": "float16"}
 
@@ -53,15 +55,21 @@ def chosen_dtype(config: dict[str, Any], dtype: str) -> str:
     return WORDS.get(dtype, dtype)
 
 
-def configuration(folder: Path, block_size: int, dtype: str, pool: str, socket: str, name: str) -> str:
+def configuration(
+    folder: Path, block_size: int, dtype: str, pool: str, socket: str, name: str, form: str = "copy"
+) -> str:
     """The file's text.  Raises Unknown, and OSError where there is no config.json."""
     config = json.loads((folder / "config.json").read_text())
     dtype = chosen_dtype(config, dtype)
     size = block_bytes(config, block_size, dtype)
     if block_size < 1 or block_size % 32:
         raise Unknown(f"--block-size {block_size}: vLLM's CPU backend takes multiples of 32")
+    comment = f"# {folder.name} in {dtype}, {block_size} tokens a block: {size // block_size} bytes a token"
+    if form == "region":
+        comment += " in vLLM's own memory; here a record a block"
+        size = record_bytes(block_size)
     lines = [
-        f"# {folder.name} in {dtype}, {block_size} tokens a block: {size // block_size} bytes a token",
+        comment,
         *([f"socket = {json.dumps(socket)}"] if socket else []),
         "",
         "[[pool]]",
@@ -83,10 +91,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", help="vLLM's --dtype (auto)")
     parser.add_argument("--pool", default="4GiB", help="memory of the pool (4GiB)")
     parser.add_argument("--socket", default="", help="where the daemon listens (default: the usual place)")
+    parser.add_argument(
+        "--form", choices=("copy", "region"), default="copy", help="the connector's form (copy)"
+    )
     parser.add_argument("--name", default="vllm", help="of the pool (vllm)")
     told = parser.parse_args(arguments)
     try:
-        text = configuration(told.model, told.block_size, told.dtype, told.pool, told.socket, told.name)
+        text = configuration(
+            told.model, told.block_size, told.dtype, told.pool, told.socket, told.name, told.form
+        )
     except (Unknown, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

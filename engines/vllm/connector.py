@@ -20,6 +20,8 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +43,9 @@ from kvslot.engines.vllm.keys import Keys, Settings, facts, unsupported
 from kvslot.engines.vllm.link import Link, Unfit
 from kvslot.engines.vllm.messages import Orders, Report
 from kvslot.engines.vllm.planner import Planner, Statistics
-from kvslot.engines.vllm.worker import Worker
+from kvslot.engines.vllm.region import Peers, Region, allocation, read_records, record_bytes
+from kvslot.engines.vllm.region import unsupported as region_unsupported
+from kvslot.engines.vllm.worker import RegionWorker, Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,11 +85,19 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert transfer is not None
         self._settings = Settings.of(transfer.kv_connector_extra_config)
         self._groups = kv_cache_config.kv_cache_groups
+        placed = {name for each in kv_cache_config.kv_cache_tensors for name in each.layers}
+        # Layers that use another's K and V may be added to a group later on; they have no memory of their own.
+        self._layers = [[name for name in group.layer_names if name in placed] for group in self._groups]
+        self._blocks = kv_cache_config.num_blocks
+        self._region: Region | None = None
+        self._peers = Peers()
         self._reason = unsupported(vllm_config, kv_cache_config, on_cpu=current_platform.is_cpu())
         if not self._reason and self._settings.load == "sync" and len(self._groups) > 1:
             self._reason = (
                 "load = 'sync' with several groups of layers, whose failures vLLM cannot recover from"
             )
+        if not self._reason and self._settings.form == "region":
+            self._reason = region_unsupported(len(self._groups))
         self._planner: Planner | None = None
         self._worker: Worker | None = None
         self._keys: Keys | None = None
@@ -99,7 +111,11 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _plan(self, config: VllmConfig, cache: KVCacheConfig) -> None:
         settings, model = self._settings, config.model_config
         size = config.cache_config.block_size
-        layers = sum(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in self._groups)
+        by_region = settings.form == "region"
+        width = sum(
+            len(layers) * group.kv_cache_spec.page_size_bytes
+            for layers, group in zip(self._layers, self._groups, strict=True)
+        )
         keys = Keys(
             settings,
             model_folder(model.model, model.revision),
@@ -120,10 +136,28 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 append="chain",
                 timeout=settings.timeout,
             ),
-            functools.partial(_check, block_size=size, block_bytes=layers),
+            functools.partial(
+                _check, block_size=size, block_bytes=record_bytes(size) if by_region else width
+            ),
             socket,
         )
-        self._planner = Planner(link, keys, size, store_output=settings.store == "all")
+        self._planner = Planner(
+            link,
+            keys,
+            size,
+            store_output=settings.store == "all",
+            valid=self._valid if by_region else None,
+            writes=by_region,
+        )
+
+    def _valid(self, client: Client, blocks: Sequence[int]) -> int:
+        """How many records, from the first on, name what still stands there."""
+        memory = client.pool
+        directory = memory.plane("blocks").reshape(-1, memory.planes["blocks"].slot_bytes * memory.block_size)
+        for i, record in enumerate(read_records(directory, blocks)):
+            if not self._peers.holds(record):
+                return i
+        return len(blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -137,12 +171,29 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         engine = None
         if not self._reason:
             try:
-                engine = engine_blocks([group.layer_names for group in self._groups], kv_caches)
+                engine = engine_blocks(self._layers, kv_caches)
             except (KeyError, ValueError) as error:
                 log.error("kvslot: not used: %s", error)
-        self._worker = Worker(
-            engine, asynchronous=self._settings.load == "async", timeout=self._settings.timeout
-        )
+        asynchronous, timeout = self._settings.load == "async", self._settings.timeout
+        if self._settings.form == "region":
+            self._worker = RegionWorker(engine, self._region, asynchronous=asynchronous, timeout=timeout)
+        else:
+            self._worker = Worker(engine, asynchronous=asynchronous, timeout=timeout)
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """In the second form, vLLM's blocks are allocated where others can read them."""
+        if self._reason or self._settings.form != "region":
+            return None
+        context: AbstractContextManager[Any] = allocation(self._blocks, self._keep)
+        return context
+
+    def _keep(self, region: Region) -> None:
+        self._region = region
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before anything of a step is written."""
+        if self._worker is not None and isinstance(kv_connector_metadata, _Metadata):
+            self._worker.prepare(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts this step's loads."""
@@ -250,6 +301,7 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.close()
         if self._planner is not None:
             self._planner.close()
+        self._peers.close()
 
     def statistics(self) -> Statistics | None:
         """Of the scheduler's side; None on the worker's, and where kvslot is not used."""

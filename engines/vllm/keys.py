@@ -49,6 +49,7 @@ class Settings:
     tenant: str = ""
     model_revision: str = ""  # stands for the weights, which are not read then
     trust_new_adapters: bool = False  # those written since this process began are never written again
+    form: str = "copy"  # or "region": vLLM's own memory is shared, and the pool is a directory of it
     load: str = "async"  # or "sync"
     store: str = "all"  # or "prompt"
     timeout: float = 1.0  # seconds that any answer of the daemon may take
@@ -64,6 +65,7 @@ class Settings:
             )
         settings = cls(**extra)
         for value, allowed, what in (
+            (settings.form, ("copy", "region"), "form"),
             (settings.load, ("async", "sync"), "load"),
             (settings.store, ("all", "prompt"), "store"),
         ):

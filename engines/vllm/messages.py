@@ -54,6 +54,9 @@ class Orders:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
+    writes: list[int] = field(
+        default_factory=list
+    )  # engine blocks that it writes into, where that is asked for
 
 
 @dataclass(slots=True)

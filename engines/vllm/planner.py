@@ -84,6 +84,7 @@ class Entry:
     there: int  # blocks that may be loaded: the hit, and what was stored since
     storing: bool  # whether more is stored
     usable: int = 0  # blocks that vLLM was last told of
+    committed: int = 0  # blocks that were published, or asked to be
     ordered: int = 0  # blocks that are in the pool when all stores that were ordered have been made
     loading: bool = False
     loadable: bool = True  # no more after a failure
@@ -116,16 +117,23 @@ class Planner:
         block_size: int,
         *,
         store_output: bool = True,
+        valid: Callable[[Client, Sequence[int]], int] | None = None,
+        writes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`namespace_of` a request says whose prefixes it may share, or, as text, why none.
 
-        `block_size`: tokens.  `store_output`: whether blocks that decoding fills are stored, too.
+        `block_size`: tokens.  `store_output`: whether blocks that decoding fills are stored, too.  `valid`: how many of
+        these pool blocks, from the first on, may be loaded now (None: all that are leased).  `writes`: whether the
+        worker is told which engine blocks a step writes into.
         """
         self._link = link
         self._namespace_of = namespace_of
         self._size = block_size
         self._store_output = store_output
+        self._valid = valid
+        self._requests: dict[str, Request] | None = {} if writes else None
+        self._fresh: set[str] = set()  # requests that got their blocks since they were last computed
         self._clock = clock
         self._entries: dict[str, Entry | None] = {}  # by request; None: it goes without
         self._numbers: dict[int, Entry] = {}  # until nothing of them is under way
@@ -154,6 +162,8 @@ class Planner:
                 return 0
         if not entry.loadable or (self._distrust_until and self._clock() < self._distrust_until):
             return 0
+        if self._valid is not None:
+            self._look(entry)
         usable = min(entry.there, (request.num_tokens - 1) // self._size)
         entry.usable = usable
         return max(0, usable * self._size - local)
@@ -162,6 +172,9 @@ class Planner:
         self, request: Request, tables: Callable[[], Sequence[Sequence[int]]], external: int
     ) -> None:
         """The request got blocks; `external` tokens are to be loaded into them.  `tables`: one for each group."""
+        if self._requests is not None:
+            self._requests[request.request_id] = request
+            self._fresh.add(request.request_id)
         if external <= 0:
             return
         entry = self._entries.get(request.request_id)
@@ -195,6 +208,8 @@ class Planner:
         orders = Orders(link.session, self._loads, [], not scheduled)
         if self._loads:
             self._loads = []
+        if self._requests is not None:
+            self._note_writes(orders, scheduled, tables_of)
         client = link.client
         if client is None:
             return orders
@@ -225,6 +240,8 @@ class Planner:
             self._distrust_until = self._clock() + min(DISTRUST_MOST, DISTRUST_FIRST * 2**self._failed)
             if entry is not None:
                 entry.loadable = False
+                if self._valid is not None:
+                    entry.there = entry.ordered = 0  # they were revoked: what is computed instead is stored
                 self._copied(entry, load=True)
             else:
                 self._counts.late += 1
@@ -253,6 +270,9 @@ class Planner:
 
     def finished(self, request: Request) -> None:
         """The request has ended, in whatever way."""
+        if self._requests is not None:
+            self._requests.pop(request.request_id, None)
+            self._fresh.discard(request.request_id)
         entry = self._entries.pop(request.request_id, None)
         if entry is not None:
             entry.ended = True
@@ -308,8 +328,48 @@ class Planner:
         there = sequence.hit // self._size
         entry = Entry(self._last, self._link.generation, request, sequence, there, storing, ordered=there)
         self._numbers[entry.number] = entry
+        if self._valid is not None:
+            self._look(entry)
+            there = entry.there
         self._counts.hit_tokens += there * self._size
         return entry
+
+    def _look(self, entry: Entry) -> None:
+        """Where blocks can be revoked: how many of them are still there.  The others are stored again."""
+        client = self._link.client
+        if client is None or self._valid is None or entry.stores or entry.loading:
+            return
+        known = max(entry.there, entry.committed, entry.sequence.hit // self._size)
+        entry.there = self._valid(client, self._blocks(entry, 0, known))
+        entry.ordered = min(entry.ordered, entry.there)
+
+    def _note_writes(
+        self,
+        orders: Orders,
+        scheduled: Mapping[str, int],
+        tables_of: Callable[[str], Sequence[Sequence[int]]],
+    ) -> None:
+        """The engine blocks into which this step writes for the first time."""
+        assert self._requests is not None
+        for load in orders.loads:
+            for targets in load.engine:
+                orders.writes += targets
+        for name, count in scheduled.items():
+            request = self._requests.get(name)
+            if request is None:  # whose blocks were given out unseen: any of them may be written
+                for table in tables_of(name):
+                    orders.writes += table
+                continue
+            first, end = request.num_computed_tokens, request.num_computed_tokens + count
+            if (
+                first % self._size
+                and (end - 1) // self._size == first // self._size
+                and name not in self._fresh
+            ):
+                continue  # within a block that an earlier step began
+            self._fresh.discard(name)
+            for table in tables_of(name):
+                orders.writes += table[first // self._size : (end - 1) // self._size + 1]
 
     def _allocate(
         self, client: Client, tokens: bytes, root: int, local: int
@@ -381,7 +441,8 @@ class Planner:
         self._counts.stored_tokens += max(0, end - entry.there) * self._size
         entry.there = max(entry.there, end)
         try:
-            entry.sequence.commit(entry.there * self._size, wait=False)
+            entry.committed = max(entry.committed, entry.there)
+            entry.sequence.commit(entry.committed * self._size, wait=False)
         except Refused as error:
             entry.storing = False
             self._say(f"a commit was refused: {error}")

@@ -30,6 +30,7 @@ from kvslot.api.wire import KvslotError
 from kvslot.engines.vllm import link
 from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks
 from kvslot.engines.vllm.messages import Load, Orders, Report, Session, Store
+from kvslot.engines.vllm.region import RECORD_BYTES, Peers, Region, copy, read_records, write_record
 
 PORTION_BYTES: Final = 32 << 20
 """Copied at a time: after each it is looked whether the request still wants it."""
@@ -95,6 +96,9 @@ class Worker:
         self.copy_seconds = 0.0
         """Spent on stores and loads."""
         self.copied_bytes = 0
+
+    def prepare(self, orders: Orders) -> None:
+        """Before anything of the step is written."""
 
     def begin(self, orders: Orders) -> None:
         """Starts the loads; in a step that needs them at once, makes them."""
@@ -202,7 +206,7 @@ class Worker:
             memory = client.pool
             width = memory.planes["blocks"].slot_bytes * memory.block_size
             try:
-                pool = engine.pool_view(memory.plane("blocks"), width)
+                pool = self._view(engine, memory.plane("blocks"), width)
             except ValueError as error:
                 log.error("kvslot: not used: %s", error)
         mapping = self._mappings[session.generation] = _Mapping(pool, own)
@@ -211,6 +215,10 @@ class Worker:
             threading.Thread(
                 target=self._populate, args=(mapping,), name="kvslot-populate", daemon=True
             ).start()
+
+    def _view(self, engine: EngineBlocks, plane: Array, width: int) -> Array:
+        """The pool's plane as the copies see it; raises ValueError where they cannot."""
+        return engine.pool_view(plane, width)
 
     def _populate(self, mapping: _Mapping) -> None:
         """Makes this process's page table entries for a pool."""
@@ -317,3 +325,67 @@ class Worker:
             self._poisoned = self._poisoned or not self._asynchronous
         if self._asynchronous:
             self._results.received.add(load.request)
+
+
+class RegionWorker(Worker):
+    """The second form: vLLM's memory is a region that others read, and the pool is a directory of records."""
+
+    def __init__(
+        self,
+        engine: EngineBlocks | None,
+        own: Region | None,
+        *,
+        asynchronous: bool = True,
+        timeout: float = 1.0,
+    ) -> None:
+        """`own`: the region in which the engine's blocks lie; None: nothing is stored and nothing loaded."""
+        if engine is not None and own is not None:
+            try:
+                own.describe(engine)
+            except ValueError as error:
+                log.error("kvslot: not used: %s", error)
+                own = None
+        super().__init__(engine if own is not None else None, asynchronous=asynchronous, timeout=timeout)
+        self._own = own
+        self._peers = Peers()
+
+    def prepare(self, orders: Orders) -> None:
+        """What others know of the blocks that this step writes ends now."""
+        if self._own is not None:
+            for block in orders.writes:
+                self._own.revoke(block)
+
+    def close(self) -> None:
+        """Ends all entries, too."""
+        super().close()
+        self._peers.close()
+        if self._own is not None:
+            self._own.close()
+
+    def _view(self, engine: EngineBlocks, plane: Array, width: int) -> Array:
+        if width < RECORD_BYTES:
+            raise ValueError(f"blocks of {width} bytes hold no records")
+        flat = plane.reshape(-1)
+        return flat[: len(flat) // width * width].reshape(-1, width)
+
+    def _store(self, store: Store, pool: Array) -> bool:
+        assert self._own is not None
+        (table,) = store.engine
+        for target, block in zip(store.pool, table, strict=True):
+            write_record(pool, target, self._own.settle(block))
+        return True
+
+    def _load(self, job: _Job) -> bool:
+        engine, pool, load = self._engine, job.mapping.pool, job.load
+        assert engine is not None
+        assert pool is not None
+        start = time.perf_counter()
+        portion = max(1, PORTION_BYTES // engine.block_bytes)
+        (table,) = load.engine
+        for i in range(0, len(load.pool), portion):
+            records = read_records(pool, load.pool[i : i + portion])
+            if job.cancelled or not copy(self._peers, records, engine, table[i : i + portion]):
+                return False
+        self.copy_seconds += time.perf_counter() - start
+        self.copied_bytes += len(load.pool) * engine.block_bytes
+        return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,13 @@ from kvslot.engines.vllm.blocks import EngineBlocks, Placed
 from kvslot.engines.vllm.link import Link
 from kvslot.engines.vllm.messages import Orders
 from kvslot.engines.vllm.planner import Planner
-from kvslot.engines.vllm.worker import Worker
+from kvslot.engines.vllm.region import Peers, Region, read_records, record_bytes
+from kvslot.engines.vllm.worker import RegionWorker, Worker
 
 SIZE, LAYERS, WIDTH = 4, 3, 64
 BLOCK_BYTES = LAYERS * WIDTH
 POOL = {"blocks": 65, "block_size": SIZE, "opaque_block_bytes": BLOCK_BYTES}
+DIRECTORY = {**POOL, "opaque_block_bytes": record_bytes(SIZE)}
 
 
 @dataclass(eq=False)
@@ -62,13 +64,23 @@ class Mini:
         worker: Callable[[EngineBlocks], Worker] | None = None,
         check: Callable[[Client], None] = lambda client: None,
         clock: Callable[[], float] = time.monotonic,
+        region: bool = False,
         **planner: Any,
     ) -> None:
-        self.memory = np.zeros(LAYERS * blocks * WIDTH, np.uint8)
+        self.region = Region(LAYERS * blocks * WIDTH, blocks) if region else None
+        self.peers = Peers()
+        self.memory = self.region.memory if self.region else np.zeros(LAYERS * blocks * WIDTH, np.uint8)
         start = self.memory.ctypes.data
         layers = [Placed(start + i * blocks * WIDTH, blocks, WIDTH, WIDTH) for i in range(LAYERS)]
         engine = EngineBlocks([layers], {start: self.memory})
-        self.worker = worker(engine) if worker else Worker(engine, asynchronous=asynchronous)
+        if worker:
+            self.worker = worker(engine)
+        elif region:
+            self.worker = RegionWorker(engine, self.region, asynchronous=asynchronous)
+        else:
+            self.worker = Worker(engine, asynchronous=asynchronous)
+        if region:
+            planner = {"valid": self.valid, "writes": True, **planner}
         self.asynchronous = asynchronous
         self.link = Link(
             lambda: Client(socket, page=SIZE, append="chain", timeout=5.0), check, socket, clock=clock
@@ -77,6 +89,12 @@ class Mini:
         self.free = list(range(blocks - 1, 0, -1))  # block 0 is never handed out
         self.waiting: dict[str, Request] = {}  # for their loads
         self.held: dict[str, Request] = {}  # ended, and their load has not been reported
+
+    def valid(self, client: Client, blocks: Sequence[int]) -> int:
+        """How many records, from the first on, still hold."""
+        directory = client.pool.plane("blocks").reshape(-1, record_bytes(SIZE))
+        good = [self.peers.holds(each) for each in read_records(directory, blocks)]
+        return good.index(False) if False in good else len(good)
 
     def layer_bytes(self, layer: int, block: int) -> bytes:
         """What stands in a block."""
@@ -93,9 +111,6 @@ class Mini:
         assert external % SIZE == 0
         assert local + external < request.num_tokens, "one token must be left to compute (S15)"
         self.take(request, request.num_tokens)
-        for block in request.blocks[local // SIZE : (local + external) // SIZE]:
-            for layer in range(LAYERS):
-                self.memory.reshape(LAYERS, -1, WIDTH)[layer, block] = 0
         self.planner.allocated(request, lambda: (request.blocks,), external)
         request.num_computed_tokens = request.cached = local + external
         if external and self.asynchronous:
@@ -110,6 +125,7 @@ class Mini:
             {},
             lambda name: (next(each.blocks for each in scheduled if each.request_id == name),),
         )
+        self.worker.prepare(orders)
         if not self.asynchronous:
             self.worker.begin(orders)
         bad = set() if self.asynchronous else set(self.worker._results.bad_blocks)
@@ -201,3 +217,4 @@ class Mini:
     def close(self) -> None:
         self.worker.close()
         self.planner.close()
+        self.peers.close()

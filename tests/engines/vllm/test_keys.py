@@ -165,7 +165,7 @@ def test_a_model_that_is_not_there_has_a_reason(tmp_path: Path) -> None:
 def test_settings_are_checked() -> None:
     """A word that is not known is told together with those that are."""
     assert Settings.of({"socket": "/s", "load": "sync"}).load == "sync"
-    with pytest.raises(ValueError, match="has no sokcet; it has load"):
+    with pytest.raises(ValueError, match="has no sokcet; it has form"):
         Settings.of({"sokcet": "/s"})
     with pytest.raises(ValueError, match="store is 'some'"):
         Settings.of({"store": "some"})

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvslot.api.client import Control
+from kvslot.engines.vllm.region import record_bytes
 
 from ...tools.daemon import Running, running
 from .engine import BLOCK, TINY_BLOCK_BYTES, Engine, tiny_model
@@ -396,6 +397,65 @@ def test_several_groups_of_layers(tmp_path: Path) -> None:
         assert two.generate(ids, tokens=20)[0]["tokens"] == want["tokens"]
         two.close()
         audit(daemon, sequences=0)
+
+
+REVOKED = """
+kept = worker._load
+def load(job):
+    open({mark!r}, "w").write("at")
+    while not __import__("os").path.exists({go!r}):
+        __import__("time").sleep(0.01)
+    return kept(job)
+worker._load = load
+"""
+
+
+def test_the_second_form(model: Path, tmp_path: Path) -> None:
+    """vLLM's own memory is what others read: nothing is copied to store, what is overwritten is computed, and an
+    engine's death ends its entries."""
+    pool = {**POOL, "opaque_block_bytes": record_bytes(BLOCK)}
+    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
+    ids, others = prompt(60, 200), [prompt(61 + i, 400) for i in range(3)]
+    with running(pools=[pool]) as daemon, ExitStack() as stack:
+        options["connector"] = {"socket": str(daemon.socket), "form": "region"}
+
+        def engine(name: str, **more: Any) -> Engine:
+            return stack.enter_context(Engine(tmp_path / name, model, **{**options, **more}))
+
+        one = engine("one", num_gpu_blocks_override=18)
+        two = engine("two")
+        (cold,) = one.generate(ids, tokens=40)
+        assert one.run("answer = worker.copied_bytes") == 0
+        (warm,) = two.generate(ids, tokens=40)
+        assert (cold["cached"], warm["cached"]) == (0, 192)
+        assert warm["tokens"] == cold["tokens"]
+        assert warm["logprob"] == pytest.approx(cold["logprob"], abs=1e-5)
+        # The first needs its blocks for something else; the second, in the middle of a load, notices.
+        (cold,) = one.generate(others[0], tokens=8)
+        mark, go = tmp_path / "mark", tmp_path / "go"
+        two.run(REVOKED.format(mark=str(mark), go=str(go)))
+        two.send(do="generate", prompts=[others[0]], tokens=8)
+        while not mark.exists():
+            time.sleep(0.01)
+        one.generate(others[1], tokens=8)
+        go.touch()
+        (warm,) = two._read()
+        assert warm["tokens"] == cold["tokens"]
+        assert two.statistics()["load_failures"] == 1
+        two.run("worker._load = kept")
+        # What the second computed instead is found in its memory now.
+        one.run("scheduler.reset_prefix_cache()")
+        time.sleep(0.2)
+        (again,) = one.generate(others[0], tokens=8)
+        assert again["cached"] == 384
+        assert again["tokens"] == cold["tokens"]
+        (last,) = two.generate(others[2], tokens=8)
+        two.process.kill()
+        two.process.wait()
+        (alone,) = one.generate(others[2], tokens=8)
+        assert alone["cached"] == 0
+        assert alone["tokens"] == last["tokens"]
+        audit(daemon, sequences=0, quarantined=0)
 
 
 @pytest.mark.slow
