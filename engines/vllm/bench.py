@@ -146,8 +146,8 @@ def child(options: str) -> None:
 
 
 CALLS: Final = (
-    "handle_preemptions", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
-    "request_finished_all_groups", "start_load_kv", "wait_for_save", "get_transfer_results",
+    "handle_preemptions", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished_all_groups", "start_load_kv", "wait_for_save", "get_transfer_results",
     "get_block_ids_with_load_errors", "build_connector_worker_meta", "wait_for_layer_load", "save_kv_layer",
 )  # fmt: skip
 
