@@ -51,9 +51,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from kvslot.api.client import Client, Later, Namespace, OutOfRoom, indices
+from kvslot.api.client import AdmissionTimeout, Client, Later, Namespace, OutOfRoom, indices
 from kvslot.api.client import Sequence as Slots
-from kvslot.api.wire import BadRequest, Ended, KvslotError, OutOfTurn, Unsupported
+from kvslot.api.wire import BadRequest, Disconnected, Ended, KvslotError, OutOfTurn, Unsupported
 from kvslot.engines.hf import layout
 
 try:
@@ -319,6 +319,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         mode: str = "gather",
         namespace: int | Namespace | None = None,
         wait_for_commit: bool = False,
+        patience: float = 30.0,
         timeout: float | None = 60.0,
         priority: int = 0,
         publish: bool = True,
@@ -328,8 +329,9 @@ class PoolCache(Cache):  # type: ignore[misc]
         `input_ids`: (rows, width) or one row, as `generate` will be given them; `attention_mask`: 0 for padding, which
         must be in front.  `mode`: "gather" or "write_through".  `namespace`: where to look and to publish (None: the
         client's).  `wait_for_commit`: where another is computing the beginning of a prompt now, waits for that rather
-        than compute it, too.  `timeout`: seconds that room may take, for the prompts and for each growth (None: as long
-        as it takes).  `priority`: 0..7.  `publish`: False keeps what is computed to itself.
+        than compute it, too; for `patience` seconds at most.  `timeout`: seconds that room may take, for the prompts
+        and for each growth (None: as long as it takes).  `priority`: 0..7.  `publish`: False keeps what is computed to
+        itself.
 
         Raises LayoutMismatch for a pool of another layout, NeverFits, AdmissionTimeout, Unsupported for models and
         BadRequest for prompts that a cache of tokens cannot hold, and Disconnected.  Nothing is held then.
@@ -370,7 +372,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._width: int = self._prompt.shape[1]
         self._closed = False
         try:
-            self._admit(pads, namespace, wait_for_commit, timeout, priority)
+            self._admit(pads, namespace, patience if wait_for_commit else 0.0, timeout, priority)
             self._copy()
             self._open_planes()
             self._hook(model)
@@ -513,7 +515,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         self,
         pads: list[int],
         namespace: int | Namespace | None,
-        wait: bool,
+        patience: float,
         timeout: float | None,
         priority: int,
     ) -> None:
@@ -526,12 +528,24 @@ class PoolCache(Cache):  # type: ignore[misc]
             own = any(
                 _common(tokens, above) > hit for above, hit in zip(prompts[:number], self._hits, strict=True)
             )
-            left = None if end is None else max(end - time.monotonic(), 0.0)
-            sequence = self.client.admit(
-                tokens, timeout=left, namespace=namespace, priority=priority, wait_for_commit=wait and not own
-            )
+            sequence = None
+            if patience and not own:
+                until = patience if end is None else min(end - time.monotonic(), patience)
+                with contextlib.suppress(AdmissionTimeout):  # from here on, alone
+                    sequence = self.client.admit(
+                        tokens, timeout=until, namespace=namespace, priority=priority, wait_for_commit=True
+                    )
+            if sequence is None:
+                left = None if end is None else max(end - time.monotonic(), 0.0)
+                sequence = self.client.admit(tokens, timeout=left, namespace=namespace, priority=priority)
             self._rows.append(_Row(sequence, pad, sequence.hit))
             self._hits.append(sequence.hit)
+        for row in self._rows:
+            if (
+                not row.sequence.room
+            ):  # in a pool that is nearly full: asked for now, the first token need not wait
+                with contextlib.suppress(OutOfRoom):
+                    row.sequence.reserve(1)
         self._first = self._columns = min(row.pad + row.hit for row in self._rows)
         for layer in self.layers:
             layer.length = self._columns
@@ -631,15 +645,17 @@ class PoolCache(Cache):  # type: ignore[misc]
             written = plan.total - row.pad
             self.computed += (written - max(plan.past - row.pad, 0)) * self._group
             row.written = max(row.written, written)
-        self._end_step()
-        if plan.past < self._width and self._publish:
-            for row in self._rows:
-                length = min(row.written, self._width - row.pad)
-                if length > row.hit:
-                    row.sequence.commit(length, wait=False)
-            self.client.flush()
-        if self.shape.windowed and self.client.pool.description.windowed:
-            self._give_front()
+        # Without a daemon the forward has ended all the same, and is right: the next one will say so.
+        with contextlib.suppress(Disconnected):
+            self._end_step()
+            if plan.past < self._width and self._publish:
+                for row in self._rows:
+                    length = min(row.written, self._width - row.pad)
+                    if length > row.hit:
+                        row.sequence.commit(length, wait=False)
+                self.client.flush()
+            if self.shape.windowed and self.client.pool.description.windowed:
+                self._give_front()
 
     def _end_step(self) -> None:
         """The device has finished what the step submitted: on the CPU, it has when this is called."""

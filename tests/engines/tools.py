@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-from kvslot.api.client import Client, Control, Namespace
+from kvslot.api.client import Client, Control
 
 from ..tools.daemon import Running, running
 
@@ -162,9 +162,10 @@ def engine(daemon: Running, model: Any, **options: Any) -> Iterator[Client]:
         yield client
 
 
-def elsewhere(tenant: str = "elsewhere") -> Namespace:
-    """A namespace that no model's K and V are in."""
-    return Namespace(tenant, "nothing")
+def waiting(daemon: Running) -> int:
+    """How many wait for what another is computing."""
+    with Control(str(daemon.socket)) as control:
+        return sum(row["awaits_commit"] for row in control.inspect("tickets"))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

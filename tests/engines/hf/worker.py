@@ -44,15 +44,17 @@ class Engine:
         new: int,
         mask: list[list[int]] | None = None,
         pause: float = 0.0,
+        hold: float = 0.0,
         **options: Any,
     ) -> dict[str, Any]:
-        """The tokens after `ids`, and what was cached; sleeps `pause` seconds after each forward."""
+        """The tokens after `ids`, and what was cached; sleeps `hold` before the first forward, `pause` after each."""
         from kvslot.engines.hf import PoolCache
 
         torch = self.torch
         given = torch.tensor(ids)
         shown = None if mask is None else torch.tensor(mask)
-        more = {name: options.pop(name) for name in ("num_beams", "prefill_chunk_size") if name in options}
+        names = ("num_beams", "num_return_sequences", "prefill_chunk_size", "prompt_lookup_num_tokens")
+        more = {name: options.pop(name) for name in names if name in options}
         began = time.perf_counter()
         first: list[float] = []
 
@@ -64,6 +66,7 @@ class Engine:
         try:
             with PoolCache(self.client, self.model, given, shown, **options) as cache:
                 waited = time.perf_counter() - began
+                time.sleep(hold)
                 out = self.model.generate(
                     given, attention_mask=shown, cache=cache, max_new_tokens=new, do_sample=False, **more
                 )
@@ -77,10 +80,10 @@ class Engine:
         finally:
             hook.remove()
 
-    def alone(self, ids: list[list[int]], new: int) -> list[list[int]]:
+    def alone(self, ids: list[list[int]], new: int, **options: Any) -> list[list[int]]:
         """The tokens after `ids` without kvslot."""
         given = self.torch.tensor(ids)
-        out = self.model.generate(given, max_new_tokens=new, do_sample=False)
+        out = self.model.generate(given, max_new_tokens=new, do_sample=False, **options)
         return [row[given.shape[1] :] for row in out.tolist()]
 
     def bytes_of(self, ids: list[int]) -> list[bytes]:
@@ -88,6 +91,7 @@ class Engine:
         from kvslot.api.client import indices
 
         sequence = self.client.admit(ids)
+        self.client.pool.copy(self.client.take_copies())
         slots = indices.slot_indices(sequence, 0, sequence.hit)
         found = [self.client.pool.plane(name)[slots].tobytes() for name in self.client.pool.planes]
         sequence.free()
