@@ -79,9 +79,11 @@ def take(path: Path, folder: Path = FOLDER) -> str:
 
 
 def _without_json(words: Sequence[str]) -> list[str]:
-    """A command without the file that it was told to write, whose name says nothing to others."""
+    """A command as others would type it: without the file that it was told to write, whose name says nothing to them."""
     out: list[str] = []
     skip = False
+    if words and words[0].endswith(".py"):  # a module that was run as a program
+        words = ["python", "-Im", f"kvslot.benchmarks.{Path(words[0]).stem}", *words[1:]]
     for word in words:
         if skip:
             skip = False
