@@ -20,6 +20,7 @@ import functools
 import importlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from kvslot.engines.vllm.messages import Orders, Report
 from kvslot.engines.vllm.planner import Planner, Statistics
 from kvslot.engines.vllm.region import Peers, Region, allocation, read_records, record_bytes
 from kvslot.engines.vllm.region import unsupported as region_unsupported
-from kvslot.engines.vllm.worker import RegionWorker, Worker
+from kvslot.engines.vllm.worker import SWEEP_SECONDS, RegionWorker, Worker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,6 +92,7 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._blocks = kv_cache_config.num_blocks
         self._region: Region | None = None
         self._peers = Peers()
+        self._sweep_at = 0.0
         self._reason = unsupported(vllm_config, kv_cache_config, on_cpu=current_platform.is_cpu())
         if not self._reason and self._settings.load == "sync" and len(self._groups) > 1:
             self._reason = (
@@ -152,6 +154,10 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _valid(self, client: Client, blocks: Sequence[int]) -> int:
         """How many records, from the first on, name what still stands there."""
+        now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS
+            self._peers.sweep()
         memory = client.pool
         directory = memory.plane("blocks").reshape(-1, memory.planes["blocks"].slot_bytes * memory.block_size)
         for i, record in enumerate(read_records(directory, blocks)):

@@ -95,7 +95,7 @@ def unsupported(config: Any, cache: Any, *, on_cpu: bool) -> str:
     for group in cache.kv_cache_groups:
         spec = group.kv_cache_spec
         if type(spec).__name__ not in SPECS:
-            return f"layers with {type(spec).__name__} keep more than blocks"
+            return f"layers with {type(spec).__name__} are not supported"
         if spec.block_size != size:
             return f"groups of layers with blocks of {spec.block_size} and {size} tokens"
     return ""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -102,8 +103,10 @@ class Region:
         """`size`: bytes that vLLM asks for.  `blocks`: that it has."""
         self._words_bytes = -(-8 * blocks // mmap.PAGESIZE) * mmap.PAGESIZE
         start = HEAD_BYTES + self._words_bytes
-        self._fd = os.memfd_create("kvslot-vllm", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("kvslot-vllm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, start + size)
+        # A reader that finds less memory than it mapped would be killed.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap.mmap(self._fd, start + size)
         self._map.madvise(mmap.MADV_DONTFORK)
         self.token = os.urandom(16)
@@ -251,6 +254,13 @@ class Peers:
             and record.block < len(peer.words)
             and int(peer.words[record.block]) == record.word
         )
+
+    def sweep(self) -> None:
+        """Lets the memory go of those that have ended."""
+        for token, peer in self._peers.items():
+            if peer is not None and not peer.alive:
+                peer.close()
+                self._peers[token] = None
 
     def close(self) -> None:
         """Lets all go."""

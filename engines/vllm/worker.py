@@ -38,6 +38,9 @@ IDLE_SECONDS: Final = 0.005
 """Longest wait for a load in a step that computes nothing.  vLLM asks again and again otherwise, at the cost of the
 core that copies."""
 JOIN_RETRY_SECONDS: Final = 1.0
+SWEEP_SECONDS: Final = (
+    5.0  # between looks for engines that have ended: their memory lasts as long as it is mapped
+)
 POPULATE_WRITE: Final = 23  # of madvise, since Linux 5.14; Python has no name for it
 POPULATE_BYTES: Final = 8 << 20  # at a time: some 4 ms
 
@@ -305,7 +308,12 @@ class Worker:
                 if self._stopping:
                     return
                 job = self._jobs.popleft()
-            good = self._load(job)
+            try:
+                good = self._load(job)
+            except Exception:
+                # A fault of ours; but a load that is never reported would keep its request waiting for good.
+                log.exception("kvslot: a load was not made")
+                good = False
             with self._changed:
                 job.mapping.jobs -= 1
                 del self._running[job.load.entry]
@@ -348,12 +356,21 @@ class RegionWorker(Worker):
         super().__init__(engine if own is not None else None, asynchronous=asynchronous, timeout=timeout)
         self._own = own
         self._peers = Peers()
+        self._reading = threading.Lock()  # of peers: the thread's while it loads
+        self._sweep_at = 0.0
 
     def prepare(self, orders: Orders) -> None:
         """What others know of the blocks that this step writes ends now."""
         if self._own is not None:
             for block in orders.writes:
                 self._own.revoke(block)
+        now = time.monotonic()
+        if now >= self._sweep_at and self._reading.acquire(blocking=False):
+            self._sweep_at = now + SWEEP_SECONDS
+            try:
+                self._peers.sweep()
+            finally:
+                self._reading.release()
 
     def close(self) -> None:
         """Ends all entries, too."""
@@ -384,8 +401,9 @@ class RegionWorker(Worker):
         (table,) = load.engine
         for i in range(0, len(load.pool), portion):
             records = read_records(pool, load.pool[i : i + portion])
-            if job.cancelled or not copy(self._peers, records, engine, table[i : i + portion]):
-                return False
+            with self._reading:
+                if job.cancelled or not copy(self._peers, records, engine, table[i : i + portion]):
+                    return False
         self.copy_seconds += time.perf_counter() - start
         self.copied_bytes += len(load.pool) * engine.block_bytes
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,3 +271,17 @@ def test_the_daemons_configuration_for_a_model(tmp_path: Path, capsys: pytest.Ca
     smol = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     assert block_bytes(smol, 32, "float32") == 46080 * 32
     assert block_bytes({"text_config": smol}, 32, "bfloat16") == 23040 * 32
+
+
+def test_the_page_tells_all_settings() -> None:
+    """docs/integrations/vllm.md has each setting with its default."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "integrations" / "vllm.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.MULTILINE))
+    settings = Settings()
+    assert set(rows) == set(Settings.__dataclass_fields__)
+    for name, default in rows.items():
+        value = getattr(settings, name)
+        if default.startswith("`"):
+            assert default.strip("`") == (str(value).lower() if isinstance(value, bool) else str(value)), name
+        else:
+            assert value == "", name
