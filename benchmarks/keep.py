@@ -79,7 +79,7 @@ def take(path: Path, folder: Path = FOLDER) -> str:
 
 
 def _without_json(words: Sequence[str]) -> list[str]:
-    """A command as others would type it: without the file that it was told to write, whose name says nothing to them."""
+    """A command as others would type it, without the file that it was told to write."""
     out: list[str] = []
     skip = False
     if words and words[0].endswith(".py"):  # a module that was run as a program

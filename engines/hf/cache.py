@@ -918,7 +918,11 @@ class PoolCache(Cache):  # type: ignore[misc]
             if positions.device.type == "cpu":
                 meant = np.arange(past, total) - front
                 if ((positions.numpy() != meant) & (meant >= 0)).any():
-                    raise Unsupported("position_ids other than 0, 1, ... from each prompt's first token on")
+                    raise Unsupported(
+                        f"position_ids {positions[0, :3].tolist()}... for columns {past}...: position 0 is each prompt's "
+                        f"first token, and the padding is {front[:, 0].tolist()}. Give generate the attention_mask that "
+                        "PoolCache was given (or ones): it takes padding tokens within a prompt for padding otherwise"
+                    )
         elif front.any():
             raise BadRequest(
                 "rows with padding need position_ids, as generate makes them from attention_mask"

@@ -21,7 +21,6 @@ from kvslot.engines.hf import LayoutMismatch, PoolCache  # noqa: E402
 
 from ...tools.daemon import Running, running  # noqa: E402
 from ..tools import Worker, counts, engine, pool_for, pooled, sound, tiny, tokens, waiting  # noqa: E402
-from .killing import kills  # noqa: E402
 
 NEW = 24
 
@@ -174,15 +173,6 @@ def test_waiting_is_bounded(daemon: Running, model: Any) -> None:
 
 
 # -- death -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_engines_die_while_others_generate() -> None:
-    """Ten engines killed at random moments: the one that lives says what it says alone, and no slot is lost."""
-    report = kills(10, seed=4)
-    assert report.killed == 10
-    assert report.wrong == []
-    assert report.hits > 0
 
 
 def test_the_daemon_dies_and_comes_back(tmp_path: Path, model: Any) -> None:

@@ -52,7 +52,8 @@ class Engine:
 
         torch = self.torch
         given = torch.tensor(ids)
-        shown = None if mask is None else torch.tensor(mask)
+        # Without a mask, generate takes every padding token in a prompt for padding, those that the model said, too.
+        shown = torch.ones_like(given) if mask is None else torch.tensor(mask)
         names = ("num_beams", "num_return_sequences", "prefill_chunk_size", "prompt_lookup_num_tokens")
         more = {name: options.pop(name) for name in names if name in options}
         began = time.perf_counter()
@@ -83,7 +84,8 @@ class Engine:
     def alone(self, ids: list[list[int]], new: int, **options: Any) -> list[list[int]]:
         """The tokens after `ids` without kvslot."""
         given = self.torch.tensor(ids)
-        out = self.model.generate(given, max_new_tokens=new, do_sample=False, **options)
+        shown = self.torch.ones_like(given)
+        out = self.model.generate(given, attention_mask=shown, max_new_tokens=new, do_sample=False, **options)
         return [row[given.shape[1] :] for row in out.tolist()]
 
     def bytes_of(self, ids: list[int]) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -169,6 +170,22 @@ def _failing(engine: EngineBlocks) -> Worker:
     return Failing(engine, asynchronous=False)
 
 
+def test_found_and_then_evicted(daemon: Running) -> None:
+    """S05: what a waiting request was told of is leased: it is there when the request gets its blocks."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        engine.run("a", PROMPT)
+        request = Request("b", list(PROMPT))
+        assert engine.planner.matched(request, 0) == 24
+        with Control(str(daemon.socket)) as control:
+            assert control.evict(1000) == 0
+        for number in range(12):
+            engine.run(f"c{number}", [number] * 30)
+        assert engine.admit(request) == 24
+        engine.loaded(request)
+        engine.step({request: 3})
+        engine.finish(request)
+
+
 @pytest.mark.parametrize("outcome", ["done", "failed", "twice"])
 def test_aborted_during_a_load(daemon: Running, outcome: str) -> None:
     """S01: slots stay leased while a copy reads them, are freed once when it ends, and a late report does no harm."""
@@ -278,7 +295,7 @@ def test_after_a_reset_nothing_of_before_is_published(daemon: Running) -> None:
 
 
 def test_without_a_daemon_and_with_one_again(tmp_path: Path) -> None:
-    """No daemon, one that comes, one that is killed, and another: requests are served throughout, and share again."""
+    """S41: no daemon, one that comes, one that is killed, and another: requests are served, and share again."""
     socket = tmp_path / "s"
     now = [0.0]
     with closing(Mini(str(socket), clock=lambda: now[0])) as engine:
@@ -437,6 +454,47 @@ def test_killed_in_mid_store(daemon: Running, where: str) -> None:
     with closing(Mini(str(daemon.socket))) as engine:
         assert engine.run("b", PROMPT).cached == 0
         assert engine.run("c", PROMPT).cached == 24
+
+
+LIVING = """
+import random, sys
+sys.path.insert(0, {root!r})
+from tests.engines.vllm.mini import Mini
+numbers = random.Random({seed})
+heads = [[100 * each + i for i in range(20)] for each in range(4)]
+engine = Mini({socket!r})
+print("ready", flush=True)
+while True:
+    prompt = [*numbers.choice(heads)[:numbers.randrange(4, 21)], *(numbers.randrange(9) for _ in range(5))]
+    engine.run("a", prompt, [1, 2, 3, 4], chunk=numbers.randrange(1, 30))
+"""
+
+
+def test_killed_at_any_moment(daemon: Running) -> None:
+    """Engines that live on the same prompts as this one and are killed with -9: it reads right bytes, nothing is lost.
+
+    Ten of them, or as many as $KVSLOT_KILLS says.
+    """
+    root = str(Path(__file__).resolve().parents[3])
+    numbers = random.Random(7)
+    heads = [[100 * each + i for i in range(20)] for each in range(4)]
+    hits = 0
+    with closing(Mini(str(daemon.socket))) as engine:
+        for seed in range(int(os.environ.get("KVSLOT_KILLS", "10"))):
+            code = LIVING.format(root=root, seed=seed, socket=str(daemon.socket))
+            with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+                assert child.stdout is not None
+                assert child.stdout.readline() == b"ready\n"
+                end = time.monotonic() + numbers.uniform(0.0, 0.1)
+                while time.monotonic() < end:
+                    prompt = [*numbers.choice(heads), *(numbers.randrange(9) for _ in range(5))]
+                    hits += engine.run("a", prompt, chunk=numbers.randrange(1, 30)).cached
+                child.kill()
+            hits += engine.run("a", [*numbers.choice(heads), 1]).cached
+            if seed % 10 == 9:
+                audit(daemon, sessions=1, quarantined=0, sequences=0)
+        assert hits
+    audit(daemon, sessions=0, sequences=0, quarantined=0, private=0)
 
 
 def test_refusals_are_told_once(daemon: Running, caplog: pytest.LogCaptureFixture) -> None:

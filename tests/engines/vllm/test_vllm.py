@@ -292,17 +292,23 @@ def test_adapters_never_meet(start: Start, tmp_path: Path) -> None:
         assert engine.generate(ids)[0]["cached"] == 96
 
 
-def test_both_in_processes_of_their_own(start: Start, first: Engine) -> None:
-    """vLLM's default: scheduler and worker are two processes; the worker joins the scheduler's session."""
-    ids = prompt(10, 200)
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_both_in_processes_of_their_own(start: Start, first: Engine, ahead: bool) -> None:
+    """vLLM's default: scheduler and worker are two processes; the worker joins the scheduler's session.
+
+    `ahead`: the scheduler plans a step before it has heard of the one before (asynchronous scheduling).
+    """
+    ids = prompt(10 + 5 * ahead, 200)
     (cold,) = first.generate(ids)
-    with start(env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, distributed_executor_backend="mp") as spread:
+    options = {"distributed_executor_backend": "mp", "async_scheduling": ahead}
+    with start(env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, **options) as spread:
         (warm,) = spread.generate(ids)
         assert warm["cached"] == 192
         assert warm["tokens"] == cold["tokens"]
-        ids = prompt(11, 100)
-        spread.generate(ids)
-    assert first.generate(ids)[0]["cached"] == 96
+        ids = prompt(11 + 5 * ahead, 100)
+        (said,) = spread.generate(ids, tokens=70)
+    (again,) = first.generate([*ids, *said["tokens"], 3])
+    assert again["cached"] >= 128, "its output, too"
 
 
 @pytest.mark.parametrize("moment", ["before", "half", "after"])
