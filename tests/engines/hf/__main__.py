@@ -1,0 +1,85 @@
+"""Longer than the tests have time for: dialogues with a real model on a pool that is too small, and killings.
+
+python -I tests/engines/hf --dialogues 50 --kills 200 --start SEED
+python -I tests/engines/hf --dialogues 5 --model tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    if "tests" not in sys.modules:
+        # Not the repository's root: from there rooms would load a second time under their short names.
+        tests = types.ModuleType("tests")
+        tests.__path__ = [str(Path(__file__).resolve().parents[2])]
+        sys.modules["tests"] = tests
+    parser = argparse.ArgumentParser(prog="engines/hf", description=__doc__)
+    parser.add_argument(
+        "--dialogues", type=int, default=50, help="of several turns each (default %(default)s)"
+    )
+    parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="that holds them")
+    parser.add_argument("--new", type=int, default=24, help="tokens of an answer (default %(default)s)")
+    parser.add_argument("--kills", type=int, default=200, help="of engines (default %(default)s)")
+    parser.add_argument("--start", type=int, default=1, help="first seed (default %(default)s)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    importlib.import_module("torch").set_num_threads(1)
+    wrong: list[str] = []
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+
+    if options.dialogues:
+        talk = importlib.import_module("tests.engines.hf.dialogues").dialogues
+        for number, append in enumerate(("chain", "peel")):
+            count = (options.dialogues + 1 - number) // 2
+            if count:
+                done = talk(
+                    count,
+                    model=options.model,
+                    append=append,
+                    seed=options.start + number,
+                    new=options.new,
+                    tell=tell,
+                )
+                wrong += done.wrong
+                print(
+                    f"\r{done.dialogues} dialogues, append {append}: {done.turns} answers, each as without kvslot but "
+                    f"{len(done.wrong)}; {done.hits:,} of {done.tokens:,} tokens were hits, {done.evicted:,} evicted",
+                    flush=True,
+                )
+    if options.kills:
+        kills = importlib.import_module("tests.engines.hf.killing").kills
+        for number, append in enumerate(("chain", "peel")):
+            count = (options.kills + 1 - number) // 2
+            if count:
+                died = kills(
+                    count,
+                    seed=options.start + number,
+                    append=append,
+                    tell=lambda report: tell(f"{report.killed} killed, {len(report.wrong)} wrong"),
+                )
+                wrong += died.wrong
+                print(
+                    f"\r{died.killed} engines killed, append {append}: {died.generations} answers beside them, each "
+                    f"right but {len(died.wrong)}; {died.hits:,} tokens were hits; no slot lost",
+                    flush=True,
+                )
+    print(f"{time.monotonic() - began:.0f} s")
+    for each in wrong:
+        print(f"WRONG {each}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
