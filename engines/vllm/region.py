@@ -40,6 +40,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvslot.engines.vllm.blocks import Array, EngineBlocks, Piece, runs
+from kvslot.engines.vllm.pages import READ, WRITE, populate_aside
 
 MAGIC: Final = b"kvslotR1"
 HEAD_BYTES: Final = 1 << 16  # of a region's head, its description included
@@ -113,6 +114,7 @@ class Region:
         self.words = np.frombuffer(self._map, np.uint64, blocks, offset=HEAD_BYTES)
         self.words[:] = 1  # odd: nothing stands there
         self.memory = np.frombuffer(self._map, np.uint8, size, offset=start)
+        populate_aside(self.memory, WRITE, lambda: self._fd < 0)
 
     def describe(self, engine: EngineBlocks) -> None:
         """Writes the head: from now on others can read.  Raises ValueError where vLLM's blocks lie elsewhere."""
@@ -203,6 +205,11 @@ class Peer:
             raise
         self._poll = select.poll()
         self._poll.register(self._process, select.POLLIN)
+        self._closed = False
+
+    def populate(self) -> None:
+        """For who will read much of it."""
+        populate_aside(np.frombuffer(self._map, np.uint8), READ, lambda: self._closed)
 
     @property
     def alive(self) -> bool:
@@ -211,6 +218,7 @@ class Peer:
 
     def close(self) -> None:
         """Lets its memory go; views of it must be gone."""
+        self._closed = True
         os.close(self._process)
         self.pieces = []
         self.words = np.zeros(0, np.uint64)
@@ -221,7 +229,9 @@ class Peer:
 class Peers:
     """The regions that records name, opened when first met.  One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, populate: bool = False) -> None:
+        """`populate`: for a reader of blocks; else their words are all that is looked at."""
+        self._populate = populate
         self._peers: dict[bytes, Peer | None] = {}
 
     def find(self, record: Record) -> Peer | None:
@@ -235,6 +245,8 @@ class Peers:
             return peer
         try:
             peer = Peer(record)
+            if self._populate:
+                peer.populate()
         except (OSError, ValueError, KeyError) as error:
             peer = None
             if getattr(error, "errno", 0) in (errno.EACCES, errno.EPERM):

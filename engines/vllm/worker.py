@@ -16,9 +16,7 @@ page table: four times what copying the page costs.  A thread does that ahead of
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import mmap
 import threading
 import time
 from collections import deque
@@ -30,6 +28,7 @@ from kvslot.api.wire import KvslotError
 from kvslot.engines.vllm import link
 from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks
 from kvslot.engines.vllm.messages import Load, Orders, Report, Session, Store
+from kvslot.engines.vllm.pages import WRITE, populate_aside
 from kvslot.engines.vllm.region import RECORD_BYTES, Peers, Region, copy, read_records, write_record
 
 PORTION_BYTES: Final = 32 << 20
@@ -41,8 +40,6 @@ JOIN_RETRY_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = (
     5.0  # between looks for engines that have ended: their memory lasts as long as it is mapped
 )
-POPULATE_WRITE: Final = 23  # of madvise, since Linux 5.14; Python has no name for it
-POPULATE_BYTES: Final = 8 << 20  # at a time: some 4 ms
 
 log: Final = logging.getLogger("vllm.kvslot")
 
@@ -215,29 +212,16 @@ class Worker:
         mapping = self._mappings[session.generation] = _Mapping(pool, own)
         if pool is not None:
             mapping.jobs += 1
-            threading.Thread(
-                target=self._populate, args=(mapping,), name="kvslot-populate", daemon=True
-            ).start()
+            populate_aside(pool, WRITE, lambda: mapping.retired, lambda: self._populated(mapping))
+
+    def _populated(self, mapping: _Mapping) -> None:
+        with self._changed:
+            mapping.jobs -= 1
+            self._changed.notify_all()
 
     def _view(self, engine: EngineBlocks, plane: Array, width: int) -> Array:
         """The pool's plane as the copies see it; raises ValueError where they cannot."""
         return engine.pool_view(plane, width)
-
-    def _populate(self, mapping: _Mapping) -> None:
-        """Makes this process's page table entries for a pool."""
-        pool = mapping.pool
-        if pool is not None:
-            first = -(-pool.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = pool.ctypes.data + pool.nbytes
-            madvise = ctypes.CDLL(None).madvise
-            for at in range(first, end, POPULATE_BYTES):
-                length = min(POPULATE_BYTES, (end - at) // mmap.PAGESIZE * mmap.PAGESIZE)
-                if mapping.retired or madvise(ctypes.c_void_p(at), ctypes.c_size_t(length), POPULATE_WRITE):
-                    break  # an older kernel does it page by page, when they are touched
-        del pool
-        with self._changed:
-            mapping.jobs -= 1
-            self._changed.notify_all()
 
     def _retire(self, present: int) -> None:
         """Lets go of what is not the `present` generation and not in use."""
@@ -355,7 +339,7 @@ class RegionWorker(Worker):
                 own = None
         super().__init__(engine if own is not None else None, asynchronous=asynchronous, timeout=timeout)
         self._own = own
-        self._peers = Peers()
+        self._peers = Peers(populate=True)
         self._reading = threading.Lock()  # of peers: the thread's while it loads
         self._sweep_at = 0.0
 
