@@ -24,8 +24,10 @@ would be wrong for the next reader.
 
 **Steps.** A step begins before the first layer and has ended when the forward returns, because torch on the CPU is
 synchronous.  (`_end_step` is the place where a CUDA variant records an event and completes the step when that has
-passed; the plan's shared buffers are safe there because they are used in the order of the stream.)  A forward that an
-exception left is undone by the next call, or by `close`: the tokens it appended are taken back.
+passed; the plan's shared buffers are safe there because they are used in the order of the stream.)  A long prompt
+takes a CPU many seconds, and a session whose step does not end counts as stalled: then a step ends between two layers,
+every second, and another begins.  A forward that an exception left is undone by the next call, or by `close`: the
+tokens it appended are taken back.
 
 **Reading.** Mode `gather` reads the pool in each step: where a sequence is one run of slots as a view, without any
 copy; a few runs are put together in a buffer that all layers share; many are gathered by index.  Mode `write_through`
@@ -72,6 +74,8 @@ PIECE_LEAST: Final = 64
 """Tokens; where runs are shorter than this on average, one gather by index is cheaper than a copy of each run."""
 SLACK: Final = 64
 """Columns kept beyond a sliding window, so that speculation can be rolled back."""
+STEP_SECONDS: Final = 1.0
+"""A forward of a prompt that lasts longer is several steps; a daemon's `stall_seconds` is 5 unless configured."""
 TRIM_LEAST: Final = 32
 """Positions; fewer are not given back at a time: each is a verb, if no round trip."""
 KNOWN: Final = frozenset(
@@ -110,10 +114,11 @@ class _Row:
 class _Plan:
     """What all layers do in one forward."""
 
-    __slots__ = ("fixed", "new", "past", "reads", "total", "write_at", "write_to")
+    __slots__ = ("fixed", "new", "past", "reads", "step_until", "total", "write_at", "write_to")
 
     def __init__(self, past: int, new: int) -> None:
         self.past, self.new, self.total = past, new, past + new
+        self.step_until = 0.0  # when the step ends between two layers, and another begins
         self.write_at = -1  # slot of the first of consecutive slots to write; -1: `write_to` has them
         self.write_to: Any = None  # LongTensor (rows * new,)
         self.reads: dict[int, _Read] = {}  # by window
@@ -184,6 +189,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if time.monotonic() > plan.step_until:
+            cache._next_step(plan)
         if key_states.requires_grad or value_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
         for plane, states in ((self.key_plane, key_states), (self.value_plane, value_states)):
@@ -625,6 +632,8 @@ class PoolCache(Cache):  # type: ignore[misc]
         try:
             self._copy()
             self._plan = self._plan_of(past, new)
+            # Where nothing was appended nothing was asked for, so a step's begin brings no news of these sequences.
+            self._plan.step_until = float("inf") if added > 0 else time.monotonic() + STEP_SECONDS
         except BaseException:
             self._undo()
             raise
@@ -662,6 +671,15 @@ class PoolCache(Cache):  # type: ignore[misc]
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
+
+    def _next_step(self, plan: _Plan) -> None:
+        """What the layers so far were given to do is done; the rest is another step."""
+        plan.step_until = time.monotonic() + STEP_SECONDS
+        with contextlib.suppress(Disconnected):  # the next forward will say so
+            self._end_step()
+            step = self.client.step()
+            step.__enter__()
+            self._step = step
 
     def _undo(self) -> None:
         """A forward did not end: what it appended is taken back, and its step is over."""
@@ -919,9 +937,10 @@ class PoolCache(Cache):  # type: ignore[misc]
                 meant = np.arange(past, total) - front
                 if ((positions.numpy() != meant) & (meant >= 0)).any():
                     raise Unsupported(
-                        f"position_ids {positions[0, :3].tolist()}... for columns {past}...: position 0 is each prompt's "
-                        f"first token, and the padding is {front[:, 0].tolist()}. Give generate the attention_mask that "
-                        "PoolCache was given (or ones): it takes padding tokens within a prompt for padding otherwise"
+                        f"position_ids {positions[0, :3].tolist()}... for columns {past}...: position 0 is each "
+                        f"prompt's first token, and the padding is {front[:, 0].tolist()}. Give generate the "
+                        "attention_mask that PoolCache was given (or ones): without one, it takes padding tokens "
+                        "within a prompt for padding"
                     )
         elif front.any():
             raise BadRequest(

@@ -19,6 +19,11 @@ from typing import Any
 from ..tools import Worker, counts, pooled, sound, tiny
 
 TEXT = Path(__file__).parents[1] / "text"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "beams": {"num_beams": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
 
 
 @dataclass

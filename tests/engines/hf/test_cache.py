@@ -639,3 +639,13 @@ def _in_turns(model: Any, steps: int, *caches: PoolCache) -> None:
     for step in range(steps):
         for cache in caches:
             model(input_ids=tokens(1, step), cache=cache)
+
+
+def test_a_long_prompt_is_several_steps(client: Client, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that takes long ends a step between layers, so that its session does not count as stalled."""
+    monkeypatch.setattr("kvslot.engines.hf.cache.STEP_SECONDS", 0.0)
+    ids = tokens(40)
+    with PoolCache(client, model, ids) as cache:
+        before = client.statistics().steps_completed
+        assert same(told(model, ids, cache, new=3), told(model, ids, new=3))
+        assert client.statistics().steps_completed == before + 3 + 2  # the prompt's, in two layers twice more
