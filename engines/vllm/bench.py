@@ -3,7 +3,7 @@
 A daemon, and at most two vLLM processes at a time, each with one thread, so that two cores are not contended for.
 Only one of them works at any moment; they take turns, each first as often as the other.
 
-    overhead   the same prompts, which nobody has seen, with the connector and without: prefill and some tokens
+    overhead   prompts that nobody has seen, with the connector and without, in one process: prefill and some tokens
     ttft       a prompt that nobody has seen (cold); the same in the other process (warm); again there (own)
     share      time spent in the connector's methods, of all steps, while 8 requests run
     region     all of these for the second form, in which vLLM's own memory is shared
@@ -52,7 +52,7 @@ Row = dict[str, object]
 class Engine:
     """A vLLM process that answers lines of JSON."""
 
-    def __init__(self, model: Path, connector: dict[str, object] | None, log: Path) -> None:
+    def __init__(self, model: Path, connector: dict[str, object], log: Path) -> None:
         options: dict[str, object] = {
             "model": str(model),
             "enforce_eager": True,
@@ -61,14 +61,13 @@ class Engine:
             "block_size": BLOCK,
             "enable_prefix_caching": True,
             "disable_log_stats": False,
-        }
-        if connector is not None:
-            options["kv_transfer_config"] = {
+            "kv_transfer_config": {
                 "kv_connector": "KvslotConnector",
                 "kv_connector_module_path": "kvslot.engines.vllm.connector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": connector,
-            }
+            },
+        }
         self._log = log
         with log.open("wb") as said:
             self._process = subprocess.Popen(
@@ -90,10 +89,15 @@ class Engine:
             f"vLLM ended with {self._process.wait()}: {self._log.read_text(errors='replace')[-2000:]}"
         )
 
-    def run(self, *prompts: list[int], tokens: int) -> dict[str, Any]:
-        """Wall and CPU seconds, cached tokens, output, and seconds in the connector and in all steps."""
+    def run(self, *prompts: list[int], tokens: int, detached: bool = False) -> dict[str, Any]:
+        """Wall and CPU seconds, cached tokens, output, and seconds in the connector and in all steps.
+
+        `detached`: vLLM is not to know of its connector meanwhile.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"prompts": prompts, "tokens": tokens, "detached": detached}) + "\n"
+        )
         self._process.stdin.flush()
         answer: dict[str, Any] = self._answer()
         return answer
@@ -116,11 +120,9 @@ def child(options: str) -> None:
     llm = vllm.LLM(**json.loads(options))
     core = llm.llm_engine.engine_core.engine_core
     spent = [0.0, 0.0]  # in the connector, in steps
-    sides = {core.scheduler.connector}
-    transfer = importlib.import_module("vllm.distributed.kv_transfer")
-    if transfer.has_kv_transfer_group():
-        sides.add(transfer.get_kv_transfer_group())
-    for each in sides - {None}:
+    state: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_transfer_state")
+    scheduler_side, worker_side = core.scheduler.connector, state._KV_CONNECTOR_AGENT
+    for each in (scheduler_side, worker_side):
         for name in CALLS:
             setattr(each, name, _timed(getattr(each, name), spent, 0))
     core.step_fn = _timed(core.step_fn, spent, 1)
@@ -128,6 +130,8 @@ def child(options: str) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         spent[:] = [0.0, 0.0]
+        if command["detached"]:
+            core.scheduler.connector = state._KV_CONNECTOR_AGENT = None
         wall, cpu = time.perf_counter(), time.process_time()
         outputs = llm.generate(
             [tokens_prompt(prompt_token_ids=each) for each in command["prompts"]],
@@ -142,6 +146,7 @@ def child(options: str) -> None:
             "connector": spent[0],
             "steps": spent[1],
         }
+        core.scheduler.connector, state._KV_CONNECTOR_AGENT = scheduler_side, worker_side
         print("@" + json.dumps(answer), file=out, flush=True)
 
 
@@ -216,47 +221,33 @@ def row(name: str, value: float, unit: str, what: str, note: str = "", samples: 
     }
 
 
-Pair = tuple[dict[str, Any], dict[str, Any]]
+def overhead(engine: Engine, fresh: Prompts, rounds: int, suffix: str = "") -> list[Row]:
+    """The connector where there is nothing to find, against the same process with the connector taken off.
 
-
-def turns(plain: Engine, connected: Engine, fresh: Prompts, rounds: int) -> list[Pair]:
-    """The same prompts in both, which nobody has seen: without the connector, and with it."""
-    pairs: list[Pair] = []
-    for i in range(rounds + 1):
-        prompt = fresh(512)
-        if i % 2:
-            b, a = connected.run(prompt, tokens=16), plain.run(prompt, tokens=16)
-        else:
-            a, b = plain.run(prompt, tokens=16), connected.run(prompt, tokens=16)
-        if a["tokens"] != b["tokens"]:
-            raise RuntimeError("with the connector vLLM says something else")
-        if any(a["cached"] + b["cached"]):
+    Of two processes one is faster than the other by some hundredths, whatever runs in them.
+    """
+    off: list[dict[str, Any]] = []
+    on: list[dict[str, Any]] = []
+    for i in range(2 * rounds + 4):
+        without = i % 4 in (0, 3)
+        done = engine.run(fresh(512), tokens=16, detached=without)
+        if any(done["cached"]):
             raise RuntimeError("a prompt that nobody has seen was found")
-        if i:  # the first is slow in both
-            pairs.append((a, b))
-    return pairs
-
-
-def overhead(first: list[Pair], second: list[Pair], suffix: str = "") -> list[Row]:
-    """The connector where there is nothing to find; `first` with it started last, `second` with it started first."""
-    best: list[float] = []
-    cpus: list[float] = []
-    for pairs in (first, second):
-        a, b = (min(each["wall"] for each in side) for side in zip(*pairs, strict=True))
-        best.append(b / a)
-        cpus.append(statistics.median(b["cpu"] / a["cpu"] for a, b in pairs))
-    both = first + second
-    share = 100 * sum(b["connector"] for _, b in both) / sum(b["steps"] for _, b in both)
-    least = min(a["wall"] for a, _ in both)
+        if i >= 4:  # the first are slow
+            (off if without else on).append(done)
+    walls = [min(each["wall"] for each in side) for side in (on, off)]
+    middles = [statistics.median(each["wall"] for each in side) for side in (on, off)]
+    cpus = [statistics.median(each["cpu"] for each in side) for side in (on, off)]
+    share = 100 * sum(each["connector"] for each in on) / sum(each["steps"] for each in on)
     return [
         row(
             f"vllm_overhead{suffix}",
-            (best[0] * best[1]) ** 0.5,
+            walls[0] / walls[1],
             "x",
             "vLLM with the connector and no hits, 512 + 16 tokens",
-            f"geometric mean of {best[0]:.3f} and {best[1]:.3f}, the processes started in either order: least wall "
-            f"time of {len(first)} each in turns; CPU time {cpus[0]:.3f} and {cpus[1]:.3f}; {least:.2f} s without",
-            len(both),
+            f"the same process with the connector taken off; least of {len(on)} each in turns, {walls[1]:.2f} s "
+            f"without; medians {middles[0] / middles[1]:.3f}, of CPU time {cpus[0] / cpus[1]:.3f}",
+            len(on),
         ),
         row(
             f"vllm_share{suffix}_pct",
@@ -264,7 +255,7 @@ def overhead(first: list[Pair], second: list[Pair], suffix: str = "") -> list[Ro
             "%",
             "the same: time in the connector's calls, stores included",
             "",
-            len(both),
+            len(on),
         ),
     ]
 
@@ -328,22 +319,14 @@ def measure(model: Path, *, quick: bool = False, seed: int = 0) -> list[Row]:
         folder = Path(name)
         socket = stack.enter_context(daemon(folder, model))
 
-        def engine(connector: dict[str, object] | None, log: str) -> Engine:
+        def engine(connector: dict[str, object], log: str) -> Engine:
             started = Engine(model, connector, folder / log)
             stack.callback(started.close)
             return started
 
-        rounds = 3 if quick else 6
-        # Of two processes the one that was started later is the faster, by some hundredths: both orders are measured.
-        plain = engine(None, "plain 1")
-        one = engine({"socket": socket}, "one 1")
-        pairs = turns(plain, one, fresh, rounds)
-        one.close()
-        plain.close()
+        rounds = 4 if quick else 12
         one = engine({"socket": socket}, "one")
-        plain = engine(None, "plain")
-        rows += overhead(pairs, turns(plain, one, fresh, rounds))
-        plain.close()
+        rows += overhead(one, fresh, rounds)
         rows += busy(one, fresh)
         two = engine({"socket": socket}, "two")
         rows += first_token(one, two, fresh, 2 if quick else 4)
@@ -355,17 +338,8 @@ def measure(model: Path, *, quick: bool = False, seed: int = 0) -> list[Row]:
             one.close()
             two.close()
         region: dict[str, object] = {"socket": socket, "pool": "directory", "form": "region"}
-        if not quick:
-            plain = engine(None, "plain 2")
-            one = engine(region, "region 1")
-            pairs = turns(plain, one, fresh, rounds)
-            one.close()
-            plain.close()
         one = engine(region, "region one")
-        if not quick:
-            plain = engine(None, "plain 3")
-            rows += overhead(pairs, turns(plain, one, fresh, rounds), "_region")
-            plain.close()
+        rows += overhead(one, fresh, rounds, "_region")
         rows += busy(one, fresh, "_region")
         two = engine(region, "region two")
         rows += first_token(one, two, fresh, 2 if quick else 4, "_region")
