@@ -79,7 +79,9 @@ def load(folder: Path, dtype: str = "float32") -> tuple[Any, Any]:
     """Model and tokenizer of a folder, without a look at any hub."""
     import torch  # pyright: ignore[reportMissingImports] - an extra
     from transformers import AutoModelForCausalLM, AutoTokenizer  # pyright: ignore[reportMissingImports] - an extra
+    from transformers.utils import logging  # pyright: ignore[reportMissingImports] - an extra
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     return model.eval(), tokenizer
