@@ -19,7 +19,6 @@ transformers: Any = pytest.importorskip("transformers", reason=WITHOUT)
 
 from kvslot.engines import hf  # noqa: E402
 from kvslot.engines.hf import PoolCache, shape_of  # noqa: E402
-from kvslot.engines.hf.__main__ import main  # noqa: E402
 
 from ...tools.daemon import Running, running  # noqa: E402
 from ..tools import pool_for, pooled, tiny, tokens  # noqa: E402
@@ -77,46 +76,25 @@ def test_what_is_named_is_there() -> None:
         assert f"`{name}`" in PAGE
 
 
-def test_the_pool_that_the_command_prints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pool_that_the_command_prints(folder: Path) -> None:
     """It is what the daemon takes, and what the model needs."""
-    assert main([str(folder), "--size", "4MiB", "--dtype", "float32"]) == 0
-    printed = capsys.readouterr().out
+    printed = _python("-Im", "kvslot.engines.hf", str(folder), "--size", "4MiB", "--dtype", "float32")
     assert printed == shape_of(tiny()).toml(size="4MiB")
     file = folder / "kvslot.toml"
     file.write_text(printed)
-    done = subprocess.run(
-        [sys.executable, "-Im", "kvslot.daemon", "--config", str(file), "--check-config"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    _python("-Im", "kvslot.daemon", "--config", str(file), "--check-config")
+
+
+def _python(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _example(folder: Path, socket: Path) -> list[tuple[str, int]]:
     """What the example says, and how many tokens were cached."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-I",
-            str(ROOT / "examples" / "hf.py"),
-            "--socket",
-            str(socket),
-            str(folder),
-            *PROMPTS,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(
-        r"^  (.*)\n  \((\d+) of \d+ tokens were cached\)$", done.stdout, re.MULTILINE | re.DOTALL
-    )
-    parts = re.split(r"^  \((\d+) of \d+ tokens were cached\)$", done.stdout, flags=re.MULTILINE)
-    assert found
+    said = _python("-I", str(ROOT / "examples" / "hf.py"), "--socket", str(socket), str(folder), *PROMPTS)
+    parts = re.split(r"^  \((\d+) of \d+ tokens were cached\)$", said, flags=re.MULTILINE)
     return [(text, int(hit)) for text, hit in zip(parts[::2], parts[1::2], strict=False)]
 
 
