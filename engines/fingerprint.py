@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -82,11 +83,16 @@ def namespace(
     None, the adapters in force in `model` are meant.  `revision`: stands for the weights, which are not read then.
     `extra`: what else must be equal, as plain values.
     """
-    if adapter is None and not isinstance(model, str | os.PathLike):
-        adapter = model
-    return Namespace(
-        tenant, of_model(model, revision=revision, extra=extra), of_adapter(adapter) if adapter else "", salt
-    )
+    digest = of_model(model, revision=revision, extra=extra)
+    if not isinstance(model, str | os.PathLike):
+        adapter = model if adapter is None else adapter
+        _known.setdefault(model, set()).add(digest)
+    return Namespace(tenant, digest, of_adapter(adapter) if adapter else "", salt)
+
+
+def known(model: Any) -> frozenset[str]:
+    """What `namespace` has called this very object in this process; for a check that costs nothing."""
+    return frozenset(_known.get(model, ()))
 
 
 def of_model(model: Any, *, revision: str = "", extra: Mapping[str, object] | None = None) -> str:
@@ -161,6 +167,9 @@ def of_adapter(adapter: Any) -> str:
                 ),
             )
     return hashed.hexdigest()[:32]
+
+
+_known: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def relevant(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,4 +283,4 @@ def _adapter_config(config: Any) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in plain.items()}
 
 
-__all__ = ["namespace", "of_adapter", "of_model", "relevant"]
+__all__ = ["known", "namespace", "of_adapter", "of_model", "relevant"]

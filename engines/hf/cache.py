@@ -56,6 +56,7 @@ import numpy as np
 from kvslot.api.client import AdmissionTimeout, Client, Later, Namespace, OutOfRoom, indices
 from kvslot.api.client import Sequence as Slots
 from kvslot.api.wire import BadRequest, Disconnected, Ended, KvslotError, OutOfTurn, Unsupported
+from kvslot.engines import fingerprint
 from kvslot.engines.hf import layout
 
 try:
@@ -101,14 +102,14 @@ class Preempted(KvslotError):
 class _Row:
     """One running sequence, and where it stands in the rectangle."""
 
-    __slots__ = ("capacity", "hit", "pad", "sequence", "written")
+    __slots__ = ("extents", "hit", "pad", "sequence", "written")
 
     def __init__(self, sequence: Slots, pad: int, written: int) -> None:
         self.sequence = sequence
         self.pad = pad
         self.hit = sequence.hit  # positions before it are not this row's to write
         self.written = written  # positions whose K and V are in the pool
-        self.capacity = -1  # of the sequence when its slots were last looked up
+        self.extents: list[int] = []  # of the sequence, when its slots were last looked up
 
 
 class _Plan:
@@ -350,10 +351,17 @@ class PoolCache(Cache):  # type: ignore[misc]
                 "the client's namespace names no model, so that another model's K and V could be taken for this one's: "
                 "Client(namespace=kvslot.engines.fingerprint.namespace(model))"
             )
-        if isinstance(namespace, Namespace) and not namespace.model:
-            raise BadRequest(
-                "the namespace names no model: kvslot.engines.fingerprint.namespace(model) makes one"
-            )
+        named = client.root if namespace is None else namespace
+        if isinstance(named, Namespace):
+            if not named.model:
+                raise BadRequest(
+                    "the namespace names no model: kvslot.engines.fingerprint.namespace(model) makes one that does"
+                )
+            known = fingerprint.known(model)
+            if known and named.model not in known:
+                raise BadRequest(
+                    "the namespace is another model's: what is cached there would be taken for this one's"
+                )
         self.client = client
         self.mode = mode
         self.shape = layout.shape_of(model)
@@ -447,7 +455,7 @@ class PoolCache(Cache):  # type: ignore[misc]
                 row.sequence.trim(keep_to=length)
             row.written = min(row.written, length)
             row.hit = min(row.hit, length)
-            row.capacity = -1
+            row.extents = []
         self._columns = columns
         self._width = min(self._width, columns)
         for layer in self.layers:
@@ -645,9 +653,12 @@ class PoolCache(Cache):  # type: ignore[misc]
         plan = self._plan
         if plan is None:
             return
-        if any(layer.length != plan.total for layer in self.layers):
+        passed = sum(layer.length == plan.total for layer in self.layers)
+        if passed != len(self.layers):
             self._undo()
-            return
+            raise Unsupported(
+                f"a forward of {passed} of {len(self.layers)} layers: tokens would have no K and V there"
+            )
         self._plan = None
         self._columns = plan.total
         for row in self._rows:
@@ -690,7 +701,7 @@ class PoolCache(Cache):  # type: ignore[misc]
             with contextlib.suppress(KvslotError):
                 if length < row.sequence.length:
                     row.sequence.trim(keep_to=length)
-            row.capacity = -1
+            row.extents = []
         for layer in self.layers:
             layer.length = self._columns
         with contextlib.suppress(KvslotError):
@@ -744,7 +755,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         total = plan.total
         rows = self._rows
         for number, row in enumerate(rows):
-            if row.capacity != row.sequence.capacity:
+            if row.extents != row.sequence.extents:
                 self._look_up(number, row)
         # Writes: to the row's own slots, and to the padding where a column is padding, another's, or a row's double.
         only = rows[0] if len(rows) == 1 and self._group == 1 else None
@@ -814,7 +825,7 @@ class PoolCache(Cache):  # type: ignore[misc]
             self._table = table
             self._slots = torch.from_numpy(table)
         self._table[number, row.pad : end] = slots
-        row.capacity = sequence.capacity
+        row.extents = sequence.extents.copy()
 
     def _buffer(self, part: str, plane: Any) -> Any:
         """What makes a buffer of (tokens, heads, width) that all layers of one shape share, one for K and one for V."""
@@ -858,7 +869,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._rows = rows
         self._group = 1
         for row in rows:
-            row.capacity = -1
+            row.extents = []
         width = self._table.shape[1]
         self._table = np.zeros((len(rows), width), dtype=np.int64)
         self._slots = torch.from_numpy(self._table)

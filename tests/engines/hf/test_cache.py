@@ -421,6 +421,34 @@ def test_a_dialogue(client: Client, model: Any) -> None:
         history = torch.cat([answer, tokens(10, 100 + turn)], 1)
 
 
+def test_one_cache_for_a_whole_dialogue(client: Client, model: Any) -> None:
+    """generate may be called again with the same cache, and the longer history: it goes on where it was."""
+    history = tokens(50)
+    with PoolCache(client, model, history) as cache:
+        for turn in range(4):
+            answer = told(model, history, cache, new=15).sequences
+            assert torch.equal(answer, told(model, history, new=15).sequences)
+            history = torch.cat([answer, tokens(10, 100 + turn)], 1)
+        assert cache.computed == history.shape[1] - 10 - 1
+    with PoolCache(client, model, history) as cache:
+        assert cache.hits == [history.shape[1] - 11]
+
+
+@pytest.mark.parametrize("page", [4, 16])
+def test_a_client_of_whole_pages(daemon: Running, model: Any, page: int) -> None:
+    """A session that other kernels share has pages, and so copies: nothing changes."""
+    with engine(daemon, model, tenant=str(next(TENANTS)), page=page) as client:
+        stem, hits = tokens(40), []
+        for end in range(4):
+            ids = torch.cat([stem, tokens(5 + 7 * end, 50 + end)], 1)
+            want = told(model, ids, num_beams=2).sequences
+            for mode in MODES:
+                with PoolCache(client, model, ids, mode=mode) as cache:
+                    hits += cache.hits
+                    assert torch.equal(told(model, ids, cache, num_beams=2).sequences, want)
+        assert min(hits[1:]) >= 40 - page
+
+
 def test_no_round_trip_while_decoding(client: Client, model: Any) -> None:
     """Growth, steps and fences go out with frames that nobody waits for."""
     ids, mask = padded(*(tokens(30, seed) for seed in range(8)))
@@ -538,6 +566,27 @@ def test_a_namespace_without_a_model(daemon: Running, model: Any) -> None:
         named = fingerprint.namespace(model, tenant="named")
         with PoolCache(client, model, tokens(20), namespace=named) as cache:
             told(model, tokens(20), cache, new=1)
+
+
+def test_a_namespace_of_another_model(client: Client, model: Any) -> None:
+    """A client that was opened for one model is refused for another that is known to be another."""
+    other = tiny(1)
+    fingerprint.namespace(other)
+    with pytest.raises(BadRequest, match="another model's"):
+        PoolCache(client, other, tokens(20))
+
+
+def test_a_forward_that_skips_layers(client: Client, model: Any) -> None:
+    """Early exits leave tokens without K and V in some layers: refused, and taken back."""
+    ids = tokens(20)
+    with PoolCache(client, model, ids) as cache:
+        model.config.num_hidden_layers = 1
+        try:
+            with pytest.raises(Unsupported, match="1 of 2 layers"), torch.no_grad():
+                model(input_ids=ids, cache=cache)
+        finally:
+            model.config.num_hidden_layers = 2
+        assert torch.equal(told(model, ids, cache).sequences, told(model, ids).sequences)
 
 
 def test_what_tokens_do_not_say(client: Client, model: Any) -> None:
