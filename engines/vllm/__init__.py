@@ -11,6 +11,7 @@
     link         ... and its connection to the daemon, which may come and go
     worker       worker's side: the mapping, and the copies
     blocks       one copy for many blocks of many layers
+    region       the second form: vLLM's own memory is what others read, and the pool a directory of it
     keys         what decides whether two engines may read each other's blocks
 
 `python -m kvslot.engines.vllm --model DIR` prints the daemon's configuration for a model.

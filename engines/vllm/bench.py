@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from kvslot.engines.vllm.__main__ import block_bytes
+from kvslot.engines.vllm.configuration import block_bytes
 from kvslot.engines.vllm.region import record_bytes
 
 MODEL: Final = "SmolLM2-135M-Instruct"

@@ -29,8 +29,7 @@ from typing import Any, Final, Protocol
 
 from kvslot.api.client import Client, Later, Namespace, Never, OutOfRoom
 from kvslot.api.client import Sequence as PoolSequence
-from kvslot.api.wire import KvslotError, Refused
-from kvslot.api.wire.messages import Preempt
+from kvslot.api.wire import KvslotError, Refused, messages
 from kvslot.engines.vllm.blocks import NULL
 from kvslot.engines.vllm.link import Link
 from kvslot.engines.vllm.messages import Load, Orders, Report, Store
@@ -496,7 +495,7 @@ class Planner:
         """Takes in what the daemon has said."""
         self._listen_at = self._clock() + LISTEN_SECONDS
         for event in client.events():
-            if isinstance(event, Preempt):
+            if isinstance(event, messages.Preempt):
                 for entry in self._numbers.values():
                     if entry.sequence.id == event.sequence:
                         self._counts.preempted += 1

@@ -55,7 +55,7 @@ class _Mapping:
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     load: Load
     mapping: _Mapping
     cancelled: bool = False
@@ -88,8 +88,8 @@ class Worker:
         self._poisoned = False  # a load of this step failed: what the step computed may be wrong
         self._report = Report()
         self._results = _Results()
-        self._jobs: deque[_Job] = deque()
-        self._running: dict[int, _Job] = {}  # by entry
+        self._jobs: deque[Job] = deque()
+        self._running: dict[int, Job] = {}  # by entry
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -110,9 +110,9 @@ class Worker:
             if mapping is None or mapping.pool is None:
                 self._loaded(load, good=False)
             elif self._asynchronous:
-                self._queue(_Job(load, mapping))
+                self._queue(Job(load, mapping))
             else:
-                self._loaded(load, good=self._load(_Job(load, mapping)))
+                self._loaded(load, good=self._load(Job(load, mapping)))
         present = orders.session.generation if orders.session is not None else 0
         if len(self._mappings) > bool(present):
             self._retire(present)
@@ -255,7 +255,7 @@ class Worker:
         self.copied_bytes += len(store.pool) * self._engine.block_bytes
         return True
 
-    def _load(self, job: _Job) -> bool:
+    def _load(self, job: Job) -> bool:
         engine, pool, load = self._engine, job.mapping.pool, job.load
         assert engine is not None
         assert pool is not None
@@ -274,7 +274,7 @@ class Worker:
         self.copied_bytes += len(load.pool) * engine.block_bytes
         return True
 
-    def _queue(self, job: _Job) -> None:
+    def _queue(self, job: Job) -> None:
         with self._changed:
             job.mapping.jobs += 1
             self._running[job.load.entry] = job
@@ -376,7 +376,7 @@ class RegionWorker(Worker):
             write_record(pool, target, self._own.settle(block))
         return True
 
-    def _load(self, job: _Job) -> bool:
+    def _load(self, job: Job) -> bool:
         engine, pool, load = self._engine, job.mapping.pool, job.load
         assert engine is not None
         assert pool is not None

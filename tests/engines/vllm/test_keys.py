@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvslot.api.client import Namespace
-from kvslot.engines.vllm.__main__ import Unknown, block_bytes, configuration, main
+from kvslot.engines.vllm.configuration import Unknown, block_bytes, configuration, main
 from kvslot.engines.vllm.keys import Keys, Settings, facts, process_start, unsupported
 
 from .engine import TINY, TINY_BLOCK_BYTES, tiny_model

@@ -18,7 +18,7 @@ from kvslot.api.client import Client, Control, Namespace
 from kvslot.engines.vllm import planner as planner_module
 from kvslot.engines.vllm.blocks import EngineBlocks
 from kvslot.engines.vllm.link import Unfit
-from kvslot.engines.vllm.worker import Worker, _Job
+from kvslot.engines.vllm.worker import Job, Worker
 
 from ...tools.daemon import Running, running
 from .mini import POOL, SIZE, Mini, Request
@@ -53,7 +53,7 @@ class Held(Worker):
         self.go = threading.Event()
         self.fail = False
 
-    def _load(self, job: _Job) -> bool:
+    def _load(self, job: Job) -> bool:
         self.go.wait(20)
         return super()._load(job) and not self.fail
 
@@ -164,7 +164,7 @@ def test_failed_loads_before_the_forward_are_not_stored(daemon: Running) -> None
 
 def _failing(engine: EngineBlocks) -> Worker:
     class Failing(Worker):
-        def _load(self, job: _Job) -> bool:
+        def _load(self, job: Job) -> bool:
             return False
 
     return Failing(engine, asynchronous=False)
