@@ -420,7 +420,8 @@ class PoolCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         if self._closed:
             return "<PoolCache, closed>"
-        return f"<PoolCache: {len(self._rows)} rows of {self._columns} tokens, {self._hits} hit, {self.mode}>"
+        kept = "; windows in some layers only, so all tokens are kept" if self.shape.mixed else ""
+        return f"<PoolCache: {len(self._rows)} rows of {self._columns} tokens, {self._hits} hit, {self.mode}{kept}>"
 
     def __reduce__(self) -> str:
         raise TypeError(

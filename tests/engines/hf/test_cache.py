@@ -506,6 +506,7 @@ def test_windows_in_some_layers(mode: str) -> None:
     with pooled(model) as daemon, engine(daemon, model) as client:
         ids = tokens(60)
         with PoolCache(client, model, ids, mode=mode) as cache:
+            assert "all tokens are kept" in repr(cache)
             assert same(told(model, ids, cache, new=100), told(model, ids, new=100))
             client.settle()
             assert counts(daemon)["private"] + counts(daemon)["leased"] >= 159
