@@ -97,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--name", default="vllm", help="of the pool (vllm)")
     told = parser.parse_args(arguments)
+    pool = told.pool or ("4MiB" if told.form == "region" else "4GiB")
     try:
         text = configuration(told.model, told.block_size, told.dtype, pool, told.socket, told.name, told.form)
     except (Unknown, OSError) as error:

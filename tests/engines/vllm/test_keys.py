@@ -261,6 +261,12 @@ def test_the_daemons_configuration_for_a_model(tmp_path: Path, capsys: pytest.Ca
     text = capsys.readouterr().out
     assert f"opaque_block_bytes = {TINY_BLOCK_BYTES}\n" in text
     assert 'size = "1MiB"' in text
+    assert (
+        main(["--model", str(folder), "--dtype", "float32", "--form", "region", "--block-size", "128"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert "opaque_block_bytes = 128\n" in text
+    assert 'size = "4MiB"' in text
     assert main(["--model", str(folder)]) == 2
     assert "say --dtype" in capsys.readouterr().err
     assert main(["--model", str(tmp_path / "none")]) == 2
