@@ -112,13 +112,14 @@ def engine(socket: str, folder: str, name: str) -> int:
 
         def put(self, value: Any) -> None:
             """The prompt, then one token at a time."""
-            if self.ids is None:
+            ids = self.ids
+            if ids is None:
                 self.ids = []
                 return
-            self.ids += value.reshape(-1).tolist()
-            text = tokenizer.decode(self.ids, skip_special_tokens=True)
+            ids += value.reshape(-1).tolist()
+            text = tokenizer.decode(ids, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # half a character: the next token has the rest
-                say("text", text=text[len(self.shown) :], tokens=len(self.ids))
+                say("text", text=text[len(self.shown) :], tokens=len(ids))
                 self.shown = text
 
         def end(self) -> None:
