@@ -54,14 +54,14 @@ fuzz: venv  ## the simulation on fresh seeds, then bad frames and kills against 
 	$(PY) -I tests/simulation --minutes $(MINUTES) --start $(START) $(ARGS)
 	$(PY) -I tests/faults --minutes $(MINUTES) --start $(START)
 
-bench: venv  ## measured budgets (SUITE=core, rpc or memory)
+bench: venv  ## measured budgets (SUITE=core, rpc, memory or engines)
 	@$(BIN)/kvslotctl bench $(SUITE) $(ARGS)
 
 soak: venv  ## a daemon under mixed load and deaths: memory and descriptors flat, audit clean (SECONDS=3600)
 	@$(PY) -Im kvslot.benchmarks.soak --seconds $(SECONDS) $(ARGS)
 
-soak-engines: $(HF)/.ready  ## all dialogues and 200 kills with real engines (ARGS=...): hours
-	@$(HF)/bin/python -Im pytest tests/engines -m long $(ARGS)
+soak-engines: $(HF)/.ready  ## fifty dialogues and 200 kills with real engines, an hour or so
+	@$(HF)/bin/python -I tests/engines/hf $(ARGS)
 
 results: venv  ## docs/results.md measured anew, about three quarters of an hour (ARGS=--render: only written anew)
 	@$(PY) -Im kvslot.benchmarks.results $(ARGS)
