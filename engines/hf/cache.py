@@ -580,13 +580,18 @@ class PoolCache(Cache):  # type: ignore[misc]
         inner = get_base() if get_base is not None else model
         mine = weakref.ref(self)
 
-        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Other threads may run the same model with caches of their own.  torch looks up how a hook is called when it
+        # calls it: one that another thread's `close` has removed meanwhile gets no keyword arguments.  It is not this
+        # forward's anyway.
+        def before(module: Any, args: tuple[Any, ...], *more: Any) -> Any:
             cache = mine()
-            return cache._begin(args, kwargs) if cache is not None and cache._named(args, kwargs) else None
+            if cache is None or not more or not cache._named(args, more[0]):
+                return None
+            return cache._begin(args, more[0])
 
-        def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def after(module: Any, args: tuple[Any, ...], *more: Any) -> None:
             cache = mine()
-            if cache is not None and cache._named(args, kwargs):
+            if cache is not None and len(more) > 1 and cache._named(args, more[0]):
                 cache._end()
 
         self._hooks = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -379,6 +380,44 @@ def test_what_a_closed_cache_says(client: Client, model: Any) -> None:
         cache.crop(-1)
     with pytest.raises(OutOfTurn):  # its hooks are gone, so that nothing is prepared
         told(model, tokens(20), cache)
+
+
+def test_caches_of_other_threads_on_the_same_model(daemon: Running, model: Any) -> None:
+    """One that another thread opens or closes while a forward's hooks are being called is not that forward's."""
+    ids = rest = tokens(30)
+    want = told(model, ids)
+    with (
+        engine(daemon, model, tenant=str(next(TENANTS))) as client,
+        engine(daemon, model, tenant=str(next(TENANTS))) as second,
+        PoolCache(client, model, ids) as cache,
+    ):
+        for register in (model.register_forward_pre_hook, model.register_forward_hook):
+            others: list[PoolCache] = []
+            hook = register(lambda *_, others=others: others[0].close())
+            others.append(PoolCache(second, model, tokens(9)))  # its hooks are called after that one
+            with torch.no_grad():
+                model(input_ids=rest, cache=cache)
+            assert others[0].closed
+            hook.remove()
+            cache.crop(-29)
+            rest = ids[:, 1:]
+    wrong: list[Any] = []
+
+    def talk() -> None:
+        try:
+            with engine(daemon, model, tenant=str(next(TENANTS))) as mine:
+                for _ in range(5):
+                    with PoolCache(mine, model, ids) as cache:
+                        wrong.append(not torch.equal(told(model, ids, cache).sequences, want.sequences))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is wrong
+            wrong.append(error)
+
+    threads = [threading.Thread(target=talk) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == [False] * 20
 
 
 # -- publishing -------------------------------------------------------------------------------------------------------
