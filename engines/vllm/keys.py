@@ -35,6 +35,9 @@ SPECS: Final = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 CLOCKS_SECONDS: Final = 0.25
 """The clock of file systems and that of processes may differ by less."""
 
+TIMEOUT_MOST: Final = 3600.0
+"""Seconds; a socket takes no endless ones."""
+
 FIXED_ROPE: Final = frozenset({"", "default", "linear", "llama3", "yarn", "proportional"})
 """Rope scalings that do not depend on how long a context the engine was started for."""
 
@@ -57,12 +60,17 @@ class Settings:
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises ValueError for what is not known, with what is."""
-        known = set(cls.__dataclass_fields__)
-        unknown = sorted(set(extra) - known)
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"kv_connector_extra_config is {extra!r}, not a table of settings")
+        fields = cls.__dataclass_fields__
+        unknown = sorted(str(name) for name in set(extra) - set(fields))
         if unknown:
             raise ValueError(
-                f"kv_connector_extra_config has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+                f"kv_connector_extra_config has no {', '.join(unknown)}; it has {', '.join(sorted(fields))}"
             )
+        for name, value in extra.items():
+            if wrong := _wrong(value, fields[name].default):
+                raise ValueError(f"kv_connector_extra_config: {name} is {value!r}, not {wrong}")
         settings = cls(**extra)
         for value, allowed, what in (
             (settings.form, ("copy", "region"), "form"),
@@ -72,6 +80,24 @@ class Settings:
             if value not in allowed:
                 raise ValueError(f"kv_connector_extra_config: {what} is {value!r}, not one of {allowed}")
         return settings
+
+
+def _wrong(value: object, default: object) -> str:
+    """What a setting should be that is not of its default's kind; "" where it is.
+
+    A text where a bool should be would be taken for true, whatever it says; others the daemon would not understand.
+    """
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, float):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= TIMEOUT_MOST
+        return "" if number else f"a number of seconds, more than 0 and at most {TIMEOUT_MOST:g}"
+    if not isinstance(value, str):
+        return "a text"
+    try:
+        return "a text without zero bytes" if b"\0" in value.encode() else ""
+    except UnicodeEncodeError:
+        return "a text of whole characters"
 
 
 def unsupported(config: Any, cache: Any, *, on_cpu: bool) -> str:

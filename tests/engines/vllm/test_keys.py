@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -170,6 +171,32 @@ def test_settings_are_checked() -> None:
         Settings.of({"sokcet": "/s"})
     with pytest.raises(ValueError, match="store is 'some'"):
         Settings.of({"store": "some"})
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        ({"trust_new_adapters": "false"}, "true or false"),
+        ({"trust_new_adapters": 1}, "true or false"),
+        *(({"timeout": each}, "seconds") for each in ("1", 0, -1, math.nan, math.inf, 1e12, None, True)),
+        *(
+            ({name: each}, "a text")
+            for name in ("tenant", "socket", "model_revision")
+            for each in (None, 5, ["a"])
+        ),
+        ({"tenant": "\ud800"}, "whole characters"),
+        ({"socket": "a\0b"}, "zero bytes"),
+        ({"load": ["async"]}, "a text"),
+        ({1: 2}, "table|has no"),
+        (None, "table"),
+        ("socket", "table"),
+    ],
+)
+def test_settings_of_another_kind_are_told_at_the_start(extra: Any, wanted: str) -> None:
+    """Not taken for something else ("false" is not false), nor left for the daemon to choke on."""
+    with pytest.raises(ValueError, match=wanted):
+        Settings.of(extra)
+    assert Settings.of({"timeout": 2, "trust_new_adapters": True, "tenant": "ä"}).timeout == 2
 
 
 class FullAttentionSpec(SimpleNamespace):
