@@ -38,6 +38,8 @@ CLOCKS_SECONDS: Final = 0.25
 TIMEOUT_MOST: Final = 3600.0
 """Seconds; a socket takes no endless ones."""
 
+LINKS_MOST: Final = 40
+
 FIXED_ROPE: Final = frozenset({"", "default", "linear", "llama3", "yarn", "proportional"})
 """Rope scalings that do not depend on how long a context the engine was started for."""
 
@@ -179,8 +181,8 @@ class Keys:
         self._model = ""
         try:
             self._model = self._of_model(folder, facts, dummy)
-        except (OSError, ValueError) as error:
-            self.reason = f"the model has no fingerprint: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with its files, vLLM goes on without
+            self.reason = f"the model has no fingerprint: {_told(error)}"
 
     def _of_model(self, folder: str, facts: Mapping[str, object], dummy: bool) -> str:
         revision = self._settings.model_revision
@@ -241,13 +243,17 @@ class Keys:
                 known = (path, signature, digest)
                 if _signature(Path(path)) == signature:
                     self._adapters[number] = known
-        except OSError as error:
-            return f"their adapter has no fingerprint: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with its files, the request goes on
+            return f"their adapter has no fingerprint: {_told(error)}"
         if known is None or number not in self._adapters or known[:2] != (path, signature):
             # Which of the two vLLM computes with depends on when it loaded the adapter, and whether it still has it.
             self._spoiled.add(number)
             return "their adapter's files have changed, so it is not known which are in use"
         return known[2]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def process_start() -> float:
@@ -259,12 +265,45 @@ def process_start() -> float:
 
 
 def written_since(folder: Path, since: float) -> str:
-    """A file of the folder that was written, or put there, after `since`; "" where none was."""
-    for each in sorted(folder.iterdir()):
-        if each.suffix in fingerprint.WEIGHTS or each.name.endswith("config.json"):
-            if each.stat().st_ctime > since - CLOCKS_SECONDS:
-                return str(each)
+    """A file of the folder that was written, or put there, after `since`; "" where none was.
+
+    A link, on the way to a file or to the folder, may have led elsewhere before it was made; a folder under another
+    name may have been another one.
+    """
+    files = sorted(
+        each
+        for each in folder.iterdir()
+        if each.suffix in fingerprint.WEIGHTS or each.name.endswith("config.json")
+    )
+    for each in (folder, *files):
+        if each.stat().st_ctime > since - CLOCKS_SECONDS:
+            return str(each)
+        for link in links(each):
+            if link.lstat().st_ctime > since - CLOCKS_SECONDS:
+                return f"{link}, a link to {each}" if link != each else str(each)
     return ""
+
+
+def links(path: Path) -> list[Path]:
+    """The symbolic links that a path leads over."""
+    found: list[Path] = []
+    at, left = Path("/"), list(reversed(path.absolute().parts[1:]))
+    while left:
+        part = left.pop()
+        if part == "..":
+            at = at.parent
+            continue
+        step = at / part
+        if not step.is_symlink():
+            at = step
+            continue
+        if len(found) == LINKS_MOST:
+            raise OSError(f"{path} leads over more than {LINKS_MOST} links")
+        found.append(step)
+        target = step.readlink()
+        at = Path("/") if target.is_absolute() else at
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return found
 
 
 def _signature(folder: Path) -> tuple[object, ...]:

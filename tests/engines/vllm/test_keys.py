@@ -15,7 +15,7 @@ import pytest
 
 from kvslot.api.client import Namespace
 from kvslot.engines.vllm.configuration import Unknown, block_bytes, configuration, main
-from kvslot.engines.vllm.keys import Keys, Settings, facts, process_start, unsupported
+from kvslot.engines.vllm.keys import CLOCKS_SECONDS, Keys, Settings, facts, links, process_start, unsupported
 
 from .engine import TINY, TINY_BLOCK_BYTES, tiny_model
 
@@ -142,6 +142,59 @@ def test_files_younger_than_the_process_are_not_trusted(model: Path, tmp_path: P
     assert isinstance(Keys(Settings(model_revision="v1"), str(model), {})(lora(1, one)), str)
     assert isinstance(Keys(vouched, str(model), {})(lora(1, one)), Namespace)
     assert time.time() - 7 * 86400 < process_start() < time.time()
+
+
+def test_links_and_folders_put_elsewhere_are_not_trusted(model: Path, tmp_path: Path) -> None:
+    """The files are old, but the name led to others, or may have, when they were loaded."""
+
+    def since() -> float:
+        """As if this process had begun when all of this was there."""
+        time.sleep(2 * CLOCKS_SECONDS)
+        return time.time()
+
+    other = tiny_model(tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"others")
+    blob = tmp_path / "blob"
+    blob.write_bytes(b"blob")
+    hub = tiny_model(tmp_path / "hub")
+    (hub / "model.safetensors").symlink_to("../blob")
+    link, above = tmp_path / "link", tmp_path / "above"
+    link.symlink_to("model")
+    above.symlink_to(".")
+    began = since()
+    names = [hub, link, above / "model", above / "above" / "link", model]
+    for name in names:
+        assert Keys(Settings(), str(name), {}, since=began).reason == "", name
+    # The other file behind the same name; the same, and the folder unchanged; the other folder behind the same name.
+    (tmp_path / "first").write_bytes(b"old")
+    (hub / "model.safetensors").unlink()
+    (hub / "model.safetensors").symlink_to("../first")
+    link.unlink()
+    link.symlink_to("other")
+    above.unlink()
+    above.symlink_to(tmp_path)
+    for name in names[:-1]:
+        assert "after this process began" in Keys(Settings(), str(name), {}, since=began).reason, name
+    assert Keys(Settings(), str(model), {}, since=began).reason == ""
+    model.rename(tmp_path / "away")
+    other.rename(model)
+    assert "after this process began" in Keys(Settings(), str(model), {}, since=began).reason
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(OSError, match="links"):
+        links(loop)
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"[" * 100_000, b"7", b""], ids=range(6))
+def test_files_of_garbage_fail_no_request(model: Path, tmp_path: Path, text: bytes) -> None:
+    """Whatever stands in a configuration, the scheduler is told why there is no namespace, and goes on."""
+    folder = adapter(tmp_path / "one", b"1")
+    (folder / "adapter_config.json").write_bytes(text)
+    keys = Keys(Settings(), str(model), {}, since=LATER)
+    assert "no fingerprint" in str(keys(lora(1, folder)))
+    assert "no fingerprint" in str(keys(lora(2, Path("a\0b"))))
+    (model / "config.json").write_bytes(text)
+    assert "no fingerprint" in Keys(Settings(), str(model), {}, since=LATER).reason
 
 
 def test_after_a_reset_nothing_is_shared(model: Path) -> None:
