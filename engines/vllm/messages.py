@@ -41,7 +41,8 @@ class Store:
 
     entry: int
     generation: int
-    end: int  # blocks of the sequence that are in the pool then
+    first: int  # blocks of the sequence [first, end) are in the pool then
+    end: int
     pool: list[int]
     engine: list[list[int]]
 
@@ -53,6 +54,9 @@ class Orders:
     session: Session | None = None  # the present one; copies of earlier ones may still be under way
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    void: list[int] = field(
+        default_factory=list
+    )  # entries whose loads are to fail, begun or not, made or not
     idle: bool = False  # nothing is computed in this step
     writes: list[int] = field(
         default_factory=list
@@ -63,11 +67,14 @@ class Orders:
 class Report:
     """Of what has ended since the last one."""
 
-    stored: list[tuple[int, int]] = field(default_factory=list)  # entry, end
+    stored: list[tuple[int, int, int]] = field(default_factory=list)  # entry, first, end
     dropped: list[int] = field(default_factory=list)  # entries of stores that were not made
     loaded: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)  # entries of loads that were not made, or not whole
     closed: list[int] = field(default_factory=list)  # generations whose memory the worker has let go of
+    poisoned: bool = (
+        False  # loads of a step failed that its forward was to read: any request may have read them
+    )
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.dropped or self.loaded or self.failed or self.closed)
+        return bool(self.stored or self.dropped or self.loaded or self.failed or self.closed or self.poisoned)

@@ -13,6 +13,8 @@ leave when there is something to say, at most one a step; while decoding that is
 
     copies     nothing is freed or committed while a copy of it is under way: the worker reports each, once.  Reports
                name entries, so that one of a request that ended meanwhile does no harm
+    published  blocks follow each other: what was stored is committed up to the first block that was not, and where a
+               store was dropped, or a load failed that stores may have been computed on, nothing more of it is
     last token at most (n-1) // block_size blocks of an n-token prompt are used: one token is left to compute
     refused    Later and Never do not hold vLLM up: the request may still read what is cached, and stores nothing
     lost       without a daemon every request is computed by vLLM alone; those running go on without an entry
@@ -136,6 +138,7 @@ class Planner:
         self._clock = clock
         self._entries: dict[str, Entry | None] = {}  # by request; None: it goes without
         self._numbers: dict[int, Entry] = {}  # until nothing of them is under way
+        self._suspects: dict[int, Entry] = {}  # requests whose blocks vLLM holds and has not computed yet
         self._last = 0
         self._loads: list[Load] = []
         self._counts = _Counts()
@@ -204,7 +207,7 @@ class Planner:
         Called again and again while vLLM waits for loads: costs a microsecond when there is nothing to do.
         """
         link = self._link
-        orders = Orders(link.session, self._loads, [], not scheduled)
+        orders = Orders(link.session, self._loads, idle=not scheduled)
         if self._loads:
             self._loads = []
         if self._requests is not None:
@@ -232,6 +235,11 @@ class Planner:
 
     def report(self, report: Report) -> None:
         """What the worker has done."""
+        if report.poisoned:
+            # vLLM gives blocks to other requests before they are loaded, and a scheduler that is ahead has had them
+            # read by now: nothing that is computed while one of them is being put right is published.
+            for each in self._numbers.values():
+                self._spoil(each)
         for number in report.failed:
             entry = self._numbers.get(number)
             self._counts.load_failures += 1
@@ -239,6 +247,10 @@ class Planner:
             self._distrust_until = self._clock() + min(DISTRUST_MOST, DISTRUST_FIRST * 2**self._failed)
             if entry is not None:
                 entry.loadable = False
+                if entry.stores:  # ordered before this was known
+                    self._spoil(entry)
+                if report.poisoned:
+                    self._suspects[number] = entry
                 if self._valid is not None:
                     entry.there = entry.ordered = 0  # they were revoked: what is computed instead is stored
                 self._copied(entry, load=True)
@@ -251,17 +263,20 @@ class Planner:
                 self._copied(entry, load=True)
             else:
                 self._counts.late += 1
-        for number, end in report.stored:
+        for number in report.dropped:  # before those that were stored, which may lie behind them
+            entry = self._numbers.get(number)
+            if entry is not None:
+                self._spoil(entry)
+        for number, first, end in report.stored:
             entry = self._numbers.get(number)
             if entry is None:
                 self._counts.late += 1
                 continue
-            self._commit(entry, end)
+            self._commit(entry, first, end)
             self._copied(entry, load=False)
         for number in report.dropped:
             entry = self._numbers.get(number)
             if entry is not None:
-                entry.storing = False
                 self._copied(entry, load=False)
         for generation in report.closed:
             self._link.let_go(generation)
@@ -283,8 +298,8 @@ class Planner:
     def reset(self) -> None:
         """What is cached belongs to a model that is no more: running requests load and publish nothing further."""
         for entry in self._numbers.values():
-            entry.storing = entry.loadable = False
-            entry.spoiled = True
+            entry.loadable = False
+            self._spoil(entry)
 
     def close(self) -> None:
         """The engine ends."""
@@ -327,6 +342,10 @@ class Planner:
         there = sequence.hit // self._size
         entry = Entry(self._last, self._link.generation, request, sequence, there, storing, ordered=there)
         self._numbers[entry.number] = entry
+        if self._suspects:
+            self._suspects = {k: v for k, v in self._suspects.items() if not v.ended}
+            if self._suspects:
+                self._spoil(entry)
         if self._valid is not None:
             self._look(entry)
             there = entry.there
@@ -426,15 +445,17 @@ class Planner:
             tables = [table[:whole] for table in tables]
         if whole:
             out.append(
-                Store(entry.number, entry.generation, ready, self._blocks(entry, first, ready), tables)
+                Store(entry.number, entry.generation, first, ready, self._blocks(entry, first, ready), tables)
             )
             entry.ordered = ready
             entry.stores += 1
 
-    def _commit(self, entry: Entry, end: int) -> None:
-        """The sequence's blocks up to `end` are in the pool."""
+    def _commit(self, entry: Entry, first: int, end: int) -> None:
+        """The sequence's blocks [first, end) are in the pool."""
         if entry.sequence.copies:
             self._moved(entry)
+        if first > entry.there:  # blocks before them are not: what would be published is what stood there
+            self._spoil(entry)
         if entry.spoiled:
             return
         self._counts.stored_tokens += max(0, end - entry.there) * self._size
@@ -448,10 +469,15 @@ class Planner:
         except KvslotError as error:
             self._lost(error)
 
+    def _spoil(self, entry: Entry) -> None:
+        """Nothing more of it is stored, and of what was ordered nothing is published."""
+        entry.storing = False
+        entry.spoiled = True
+
     def _moved(self, entry: Entry) -> None:
         """Blocks stand elsewhere than they were stored.  A session of whole pages has no reason to meet this."""
-        entry.storing = entry.loadable = False
-        entry.spoiled = True
+        entry.loadable = False
+        self._spoil(entry)
         self._say("a sequence was moved: nothing more of it is stored")
 
     def _blocks(self, entry: Entry, first: int, last: int) -> list[int]:

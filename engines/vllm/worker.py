@@ -129,7 +129,7 @@ class Worker:
             ):
                 self._report.dropped.append(store.entry)
             else:
-                self._report.stored.append((store.entry, store.end))
+                self._report.stored.append((store.entry, store.first, store.end))
 
     def results(self, finished: set[str], *, idle: bool = False) -> _Results:
         """Loads that have ended since the last call.  `finished` requests want theirs no more."""
@@ -314,7 +314,8 @@ class Worker:
             self._results.bad_blocks.update(
                 block for table in load.engine for block in table if block != NULL
             )
-            self._poisoned = self._poisoned or not self._asynchronous
+            if not self._asynchronous:
+                self._poisoned = self._report.poisoned = True
         if self._asynchronous:
             self._results.received.add(load.request)
 

@@ -120,11 +120,22 @@ class Mini:
     def step(self, scheduled: dict[Request, int] | None = None, finished: set[str] | None = None) -> Orders:
         """One step of the engine: `scheduled` requests compute so many tokens."""
         scheduled = scheduled or {}
-        orders = self.planner.step(
+        orders = self.order(scheduled)
+        self.carry_out(orders, scheduled, finished)
+        return orders
+
+    def order(self, scheduled: dict[Request, int]) -> Orders:
+        """The scheduler's half of a step; what the worker did before need not be known."""
+        return self.planner.step(
             {each.request_id: count for each, count in scheduled.items()},
             {},
             lambda name: (next(each.blocks for each in scheduled if each.request_id == name),),
         )
+
+    def carry_out(
+        self, orders: Orders, scheduled: dict[Request, int], finished: set[str] | None = None
+    ) -> None:
+        """The worker's half, and its report."""
         self.worker.prepare(orders)
         if not self.asynchronous:
             self.worker.begin(orders)
@@ -136,25 +147,20 @@ class Mini:
         self.worker.end(orders)
         results = self.worker.results(finished or set(), idle=orders.idle)
         bad = self.worker.bad_blocks()
-        for name in results.received:
-            if name in self.held:
-                self.free += self.held.pop(name).blocks
-                continue
-            request = self.waiting.pop(name)
+        # As vLLM does it, which may hear of bad blocks a step before it hears that their load has ended.
+        for request in {**self.waiting, **{each.request_id: each for each in scheduled}}.values():
             for i, block in enumerate(request.blocks):
                 if block in bad:
                     request.num_computed_tokens = min(request.num_computed_tokens, i * SIZE)
                     request.failed = True
-        if not self.asynchronous:
-            for request in scheduled:
-                for i, block in enumerate(request.blocks):
-                    if block in bad:
-                        request.num_computed_tokens = min(request.num_computed_tokens, i * SIZE)
-                        request.failed = True
+        for name in results.received:
+            if name in self.held:
+                self.free += self.held.pop(name).blocks
+            else:
+                del self.waiting[name]
         report = self.worker.report()
         if report is not None:
             self.planner.report(report)
-        return orders
 
     def forward(self, request: Request, count: int, bad: set[int]) -> None:
         """Reads all blocks before, and writes those that the step completes."""

@@ -18,10 +18,11 @@ from kvslot.api.client import Client, Control, Namespace
 from kvslot.engines.vllm import planner as planner_module
 from kvslot.engines.vllm.blocks import EngineBlocks
 from kvslot.engines.vllm.link import Unfit
+from kvslot.engines.vllm.messages import Report
 from kvslot.engines.vllm.worker import Job, Worker
 
 from ...tools.daemon import Running, running
-from .mini import POOL, SIZE, Mini, Request
+from .mini import DIRECTORY, POOL, SIZE, Mini, Request
 
 
 @pytest.fixture
@@ -162,6 +163,84 @@ def test_failed_loads_before_the_forward_are_not_stored(daemon: Running) -> None
     audit(daemon, cached=16, sequences=0)
 
 
+@pytest.mark.parametrize("pool", [POOL, DIRECTORY], ids=["copy", "region"])
+def test_a_store_behind_one_that_was_dropped_is_not_published(pool: dict[str, object]) -> None:
+    """Two steps are ordered before the first is reported, and its store was not made: what a pool block held before
+    is not found under the second's tokens."""
+    region = pool is DIRECTORY
+    with running(pools=[pool]) as daemon:
+        with (
+            closing(Mini(str(daemon.socket), region=region)) as engine,
+            closing(Mini(str(daemon.socket), region=region)) as other,
+        ):
+            request = Request("a", list(PROMPT))
+            engine.admit(request)
+            orders = [engine.order({request: 12})]
+            engine.forward(request, 12, set())
+            orders.append(engine.order({request: 12}))
+            assert [(each.first, each.end) for order in orders for each in order.stores] == [(0, 3), (3, 6)]
+            engine.planner.report(Report(dropped=[orders[0].stores[0].entry]))
+            engine.carry_out(orders[1], {request: 12})
+            engine.finish(request)
+            assert engine.planner.statistics().stored_tokens == 0
+            assert other.run("b", PROMPT).cached == 0
+            assert engine.run("c", PROMPT).cached == 24, (
+                "another request stores them, and nothing is in its way"
+            )
+        audit(daemon, sequences=0)
+
+
+def test_only_what_follows_is_published(daemon: Running) -> None:
+    """A report of blocks that lie behind others of which nothing was said publishes nothing."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        request = Request("a", list(PROMPT))
+        engine.admit(request)
+        orders = engine.order({request: 24})
+        engine.planner.report(Report(stored=[(orders.stores[0].entry, 3, 6)]))
+        engine.finish(request)
+        assert engine.planner.statistics().stored_tokens == 0
+        assert engine.planner.matched(Request("b", list(PROMPT)), 0) == 0
+
+
+def test_what_was_ordered_before_a_failed_load_was_known_is_not_published(daemon: Running) -> None:
+    """A step computes on blocks that were not loaded, and another is ordered before that is told: neither the
+    request's own blocks, nor those of one that vLLM gave the same blocks, are published; later ones are."""
+    with closing(Mini(str(daemon.socket), asynchronous=False, worker=_failing)) as engine:
+        engine.run("a", PROMPT[:17])
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 16
+        sharing = Request("c", [*PROMPT[:16], *range(20)])
+        engine.take(sharing, 36)
+        engine.planner.matched(sharing, 16)
+        sharing.num_computed_tokens = 16
+        first = engine.order({request: 3})
+        engine.worker.begin(first)
+        request.num_computed_tokens += 3
+        second = engine.order({request: 5, sharing: 16})
+        assert len(second.stores) == 2
+        engine.worker.end(first)
+        told = engine.worker.report()
+        assert told is not None
+        engine.planner.report(told)
+        engine.worker.begin(second)
+        engine.worker.end(second)
+        told = engine.worker.report()
+        assert told is not None
+        assert len(told.stored) == 2, "the worker knows nothing of the step before"
+        engine.planner.report(told)
+        assert engine.planner.statistics().stored_tokens == 16
+        late = Request("d", [*PROMPT[:16], *range(50, 70)])
+        engine.planner.matched(late, 16)
+        late.num_computed_tokens = 16
+        engine.take(late, 36)
+        assert not engine.order({late: 16}).stores, "it may read what the first has not computed yet"
+        for each in (request, sharing, late):
+            engine.planner.finished(each)
+        engine.run("e", list(range(300, 317)))
+        assert engine.planner.statistics().stored_tokens == 32
+    audit(daemon, cached=32, sequences=0)
+
+
 def _failing(engine: EngineBlocks) -> Worker:
     class Failing(Worker):
         def _load(self, job: Job) -> bool:
@@ -210,7 +289,7 @@ def test_aborted_during_a_load(daemon: Running, outcome: str) -> None:
         if outcome == "twice":
             report = engine.worker._report
             report.loaded.append(entry)
-            report.stored.append((entry, 3))
+            report.stored.append((entry, 0, 3))
             engine.step()
             assert engine.planner.statistics().late == 2
         engine.step()
