@@ -18,10 +18,12 @@ Nothing here imports vLLM: its objects are only looked into.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -113,6 +115,8 @@ def unsupported(config: Any, cache: Any, *, on_cpu: bool) -> str:
         return "the context is spread over several workers"
     if config.speculative_config is not None:
         return "speculative decoding is on"
+    if getattr(getattr(config, "scheduler_config", None), "async_scheduling", False):
+        return "scheduling is asynchronous"  # vLLM's CPU backend has none, so it could not be tried
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "scales of the cache are computed from what is in it"
     if config.model_config.runner_type != "generate":
@@ -133,14 +137,14 @@ def facts(config: Any, cache: Any, *, version: str, isa: list[str]) -> dict[str,
     """What decides what the bytes of a block mean, beside the model: plain values."""
     model = config.model_config
     text = model.hf_text_config.to_dict()
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = str(rope.get("rope_type", rope.get("type", ""))) if isinstance(rope, dict) else "?"
     out: dict[str, object] = {
         "engine": "vllm",
         "version": version,
         "dtype": str(model.dtype),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
+        "architectures": list(getattr(model, "architectures", None) or ()),
+        "remote_code": bool(getattr(model, "trust_remote_code", False)),
         "block_size": config.cache_config.block_size,
         "layout": str(cache.kv_cache_layout),
         "isa": isa,
@@ -150,9 +154,25 @@ def facts(config: Any, cache: Any, *, version: str, isa: list[str]) -> dict[str,
         "config": fingerprint.relevant(text),
         "lora": str(config.lora_config.lora_dtype) if config.lora_config is not None else "",
     }
-    if kind not in FIXED_ROPE:
+    if not all(kind in FIXED_ROPE for key, value in text.items() for kind in _rope_kinds(key, value)):
         out["max_model_len"] = model.max_model_len
     return out
+
+
+def _rope_kinds(key: str, value: object) -> Iterator[str]:
+    """The kinds of rope scaling that a configuration's entry names, those of single kinds of layers included."""
+    if isinstance(value, Mapping):
+        if key.startswith("rope"):
+            yield str(value.get("rope_type", value.get("type", "")))
+        for name, each in value.items():
+            if isinstance(each, Mapping) or not key.startswith("rope"):
+                yield from _rope_kinds(key if key.startswith("rope") else str(name), each)
+    elif (
+        value is not None
+        and key in ("rope_parameters", "rope_scaling")
+        and not isinstance(value, int | float)
+    ):
+        yield "?"
 
 
 class Keys:
@@ -196,7 +216,10 @@ class Keys:
                 f"{young} was written after this process began, so it may not be what was loaded; "
                 "start vLLM in another process, or vouch for the files with model_revision"
             )
-        return "vllm:" + fingerprint.of_model(path, revision=revision, extra=facts)
+        code = {each.relative_to(path).as_posix(): _file_digest(each) for each in code_of(path)}
+        if facts.get("remote_code") and not revision and (away := _code_elsewhere(path)):
+            raise ValueError(f"its code is {away}, in another repository: vouch for it with model_revision")
+        return "vllm:" + fingerprint.of_model(path, revision=revision, extra={**facts, "code": code})
 
     def reset(self) -> None:
         """The weights have changed in memory: nothing of before is found from now on, and nothing by others."""
@@ -273,8 +296,9 @@ def written_since(folder: Path, since: float) -> str:
     files = sorted(
         each
         for each in folder.iterdir()
-        if each.suffix in fingerprint.WEIGHTS or each.name.endswith("config.json")
+        if each.suffix in fingerprint.WEIGHTS or each.name.endswith(("config.json", ".index.json"))
     )
+    files += [each for each in code_of(folder) if each not in files]
     for each in (folder, *files):
         if each.stat().st_ctime > since - CLOCKS_SECONDS:
             return str(each)
@@ -282,6 +306,36 @@ def written_since(folder: Path, since: float) -> str:
             if link.lstat().st_ctime > since - CLOCKS_SECONDS:
                 return f"{link}, a link to {each}" if link != each else str(each)
     return ""
+
+
+def code_of(folder: Path) -> list[Path]:
+    """What beside weights and configuration decides what a model computes: code that it brings, where its
+    configuration names some, and which of its files vLLM takes which weights from."""
+    found = [each for each in folder.iterdir() if each.name.endswith(".index.json")]
+    if _auto_map(folder):
+        found += folder.rglob("*.py")
+    return sorted(found)
+
+
+def _auto_map(folder: Path) -> str:
+    """The classes of its own that a model's configuration names, as JSON; "" where it names none."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:  # a folder of an adapter
+        return ""
+    auto = config.get("auto_map")
+    return json.dumps(auto, sort_keys=True) if auto else ""
+
+
+def _code_elsewhere(folder: Path) -> str:
+    """A class that a model's configuration takes from another repository than its own; "" where there is none."""
+    named = re.search(r'"([^"]*--[^"]*)"', _auto_map(folder))
+    return named[1] if named else ""
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def links(path: Path) -> list[Path]:

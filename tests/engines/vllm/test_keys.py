@@ -294,6 +294,8 @@ def cache_config(spec: Any = None, layers: int = 2) -> Any:
         ({"parallel_config__tensor_parallel_size": 2}, "several workers"),
         ({"parallel_config__decode_context_parallel_size": 2}, "several workers"),
         ({"speculative_config": "ngram"}, "speculative"),
+        ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "asynchronous"),
+        ({"scheduler_config": SimpleNamespace(async_scheduling=False)}, ""),
         ({"cache_config__calculate_kv_scales": True}, "scales"),
         ({"model_config__runner_type": "pooling"}, "generate"),
         ({"cache_config__block_size": 64}, "blocks of 32 and 64"),
@@ -324,14 +326,87 @@ def test_facts_change_with_whatever_changes_the_bytes() -> None:
     different = {
         said(version="2"), said(isa="amx"), said(cache_config(layers=3)), said(model_config__dtype="bfloat16"),
         said(model_config__quantization="fp8"), said(cache_config__cache_dtype="fp8"),
-        said(lora_config=SimpleNamespace(lora_dtype="float32")),
+        said(lora_config=SimpleNamespace(lora_dtype="float32")), said(model_config__architectures=["Other"]),
+        said(model_config__trust_remote_code=True),
     }  # fmt: skip
-    assert len(different | {base}) == 8
-    long = {**TINY, "rope_scaling": {"rope_type": "longrope"}}
-    config = SimpleNamespace(to_dict=lambda: long)
-    assert said(model_config__hf_text_config=config) != said(
-        model_config__hf_text_config=config, model_config__max_model_len=4096
-    )
+    assert len(different | {base}) == 10
+
+
+@pytest.mark.parametrize(
+    ("rope", "fixed"),
+    [
+        ({"rope_scaling": None}, True),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4}}, True),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, True),
+        ({"rope_parameters": {"rope_type": "llama3"}, "rope_scaling": {"rope_type": "longrope"}}, False),
+        ({"rope_scaling": {"rope_type": "longrope"}}, False),
+        ({"rope_scaling": {"type": "dynamic"}}, False),
+        ({"rope_scaling": "dynamic"}, False),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn"},
+                    "sliding_attention": {"rope_theta": 1},
+                }
+            },
+            True,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_theta": 1},
+                    "full_attention": {"type": "dynamic"},
+                }
+            },
+            False,
+        ),
+        ({"text_config": {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}}, False),
+    ],
+)
+def test_length_of_the_context_counts_where_rope_depends_on_it(rope: dict[str, Any], fixed: bool) -> None:
+    """Dynamic and long rope, of whatever layers: engines of other lengths compute other K."""
+
+    def said(length: int) -> str:
+        config = SimpleNamespace(to_dict=lambda: {**TINY, **rope})
+        changed = vllm_config(model_config__hf_text_config=config, model_config__max_model_len=length)
+        return json.dumps(facts(changed, cache_config(), version="1", isa=["vec"]))
+
+    assert (said(2048) == said(4096)) == fixed
+
+
+def test_the_models_own_code_counts(model: Path, tmp_path: Path) -> None:
+    """What a model's configuration names as its code is part of it, with all that it may import; and so is the
+    list of which file holds which weights.  What it does not name is not."""
+
+    def told(settings: Settings = Settings(), since: float = LATER, **facts: object) -> str:  # noqa: B008
+        keys = Keys(settings, str(model), facts, since=since)
+        return keys.reason or of(keys, request()).model
+
+    base = told()
+    (model / "modeling_own.py").write_text("rope = 1")
+    assert told() == base, "nobody reads it"
+    seen = {base}
+    auto = {"AutoModelForCausalLM": "modeling_own.Own"}
+    tiny_model(model, auto_map=auto)
+    seen.add(told())
+    (model / "modeling_own.py").write_text("rope = 2")
+    seen.add(told())
+    (model / "parts").mkdir()
+    (model / "parts" / "rope.py").write_text("rope = 3")
+    seen.add(told())
+    seen.add(told(Settings(model_revision="v1")))
+    (model / "model.safetensors.index.json").write_text("{}")
+    seen.add(told())
+    seen.add(told(Settings(model_revision="v1")))
+    assert len(seen) == 7
+    time.sleep(2 * CLOCKS_SECONDS)
+    began = time.time()
+    (model / "parts" / "rope.py").write_text("rope = 4")
+    assert "rope.py was written after" in told(since=began)
+    tiny_model(model, auto_map={**auto, "AutoConfig": ["org/other--configuration.Own", None]})
+    assert "org/other--configuration.Own, in another repository" in told(remote_code=True)
+    assert "repository" not in told(remote_code=False)
+    assert "repository" not in told(Settings(model_revision="v1"), remote_code=True)
 
 
 def test_the_daemons_configuration_for_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
