@@ -116,12 +116,16 @@ class Sequence(Table):
     def trim(self, *, keep_from: int = 0, keep_to: int | None = None, fence: int | None = None) -> int:
         """Drops positions before `keep_from` (sliding window) and from `keep_to` on (roll-back); the capacity then.
 
-        A roll-back over tokens that no commit and no fork has seen costs nothing; any other is a round trip.
+        A roll-back over tokens that no commit and no fork has seen costs nothing, and needs no connection; any other is
+        a round trip.
         `keep_from` leaves with the next frame.  What is dropped may still be read by steps up to `fence` (the last
         one submitted, unless said).
         """
-        self._check()
+        super()._check()
         client = self._client
+        if client._session.given_up and client._session.shown(self) > (self.length if keep_to is None else keep_to):
+            client._catch_up()  # what is dropped may have been shown to others by a call that was interrupted
+            super()._check()
         length = self.length
         if keep_to is None:
             keep_to = length
@@ -151,7 +155,7 @@ class Sequence(Table):
         """
         if isinstance(self._fault, Lost):
             return  # it was freed already, by `Client.reconnect`
-        self._check()
+        super()._check()  # replies to calls that were interrupted may come, or be lost, after its end as well
         client = self._client
         client._session.post(Free(0, self.id, client._fence(fence)), self)
         client._forget(self)

@@ -55,7 +55,7 @@ import numpy as np
 
 from kvslot.api.client import AdmissionTimeout, Client, Later, Namespace, OutOfRoom, indices
 from kvslot.api.client import Sequence as Slots
-from kvslot.api.wire import BadRequest, Disconnected, Ended, KvslotError, OutOfTurn, Unsupported
+from kvslot.api.wire import BadRequest, Ended, KvslotError, OutOfTurn, Unsupported
 from kvslot.engines import fingerprint
 from kvslot.engines.hf import layout
 
@@ -464,11 +464,13 @@ class PoolCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i goes on as what row `beam_idx[i]` was: by forks, without a copy in the pool."""
+        self._live()
         order = [int(i) for i in beam_idx]
         self._rearrange([self._rows[i // self._group] for i in order], order)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
+        self._live()
         order = [i for i in range(len(self._rows) * self._group) for _ in range(repeats)]
         self._rearrange([self._rows[i // self._group] for i in order], order)
 
@@ -492,23 +494,26 @@ class PoolCache(Cache):  # type: ignore[misc]
 
         After an error, too: what was written by forwards that ended is right, and may be found by the next.
         """
-        if self._closed:
+        if self._closed and not self._rows:
             return
         self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._undo()
-        for layer in self.layers:
-            layer.key_plane = layer.value_plane = layer.key_scratch = layer.value_scratch = None
-        self._buffers.clear()
-        for row in self._rows:
-            if self._publish and row.written > row.hit:
+        try:
+            self._undo()
+            for row in self._rows:
+                if self._publish and row.written > row.hit:
+                    with contextlib.suppress(KvslotError):
+                        self.published += row.sequence.commit(min(row.written, row.sequence.length))
+        finally:  # an interrupt while the daemon is slow to answer must not leave slots behind
+            for layer in self.layers:
+                layer.key_plane = layer.value_plane = layer.key_scratch = layer.value_scratch = None
+            self._buffers.clear()
+            while self._rows:
                 with contextlib.suppress(KvslotError):
-                    self.published += row.sequence.commit(min(row.written, row.sequence.length))
-            with contextlib.suppress(KvslotError):
-                row.sequence.free()
-        self._rows.clear()
+                    self._rows[-1].sequence.free()
+                self._rows.pop()
         with contextlib.suppress(KvslotError):
             self.client.flush()
 
@@ -861,17 +866,27 @@ class PoolCache(Cache):  # type: ignore[misc]
             if id(row) not in wanted:
                 row.sequence.free()
         kept = [row for row in self._rows if id(row) in wanted]
+        dropped = len(kept) < len(self._rows)
         self._rows = list(kept)
         rows: list[_Row] = []
         taken: set[int] = set()
-        for row in sources:
-            if id(row) not in taken:
-                taken.add(id(row))
-                rows.append(row)
-            else:
-                child = _Row(self._fork(row), row.pad, row.written)
-                rows.append(child)
-                self._rows.append(child)
+        try:
+            for row in sources:
+                if id(row) not in taken:
+                    taken.add(id(row))
+                    rows.append(row)
+                else:
+                    child = _Row(self._fork(row), row.pad, row.written)
+                    rows.append(child)
+                    self._rows.append(child)
+        except BaseException as error:
+            if dropped and self._broken is None:
+                self._broken = Ended(f"rows of this PoolCache could not be made ({error}): make another one")
+            while len(self._rows) > len(kept):  # the others are as they were
+                with contextlib.suppress(KvslotError):
+                    self._rows[-1].sequence.free()
+                self._rows.pop()
+            raise
         self._rows = rows
         self._group = 1
         for row in rows:
@@ -953,6 +968,11 @@ class PoolCache(Cache):  # type: ignore[misc]
             if positions.device.type == "cpu":
                 meant = np.arange(past, total) - front
                 if ((positions.numpy() != meant) & (meant >= 0)).any():
+                    if (positions.numpy()[:, -1] < past - front[:, 0]).all():
+                        raise BadRequest(
+                            f"{past} columns are cached, these among them: feed what comes after, or crop the cache "
+                            "first; to give generate a prompt again, to one column less than that has"
+                        )
                     raise Unsupported(
                         f"position_ids {positions[0, :3].tolist()}... for columns {past}...: position 0 is each "
                         f"prompt's first token, and the padding is {front[:, 0].tolist()}. Give generate the "

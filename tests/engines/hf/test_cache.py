@@ -15,6 +15,7 @@ transformers = pytest.importorskip(
 )
 
 from kvslot.api.client import Client, NeverFits, OutOfRoom, indices  # noqa: E402
+from kvslot.api.client.connection import Connection  # noqa: E402
 from kvslot.api.client.errors import AdmissionTimeout  # noqa: E402
 from kvslot.api.wire import BadRequest, Ended, OutOfTurn, Unsupported  # noqa: E402
 from kvslot.engines import fingerprint  # noqa: E402
@@ -353,6 +354,45 @@ def test_an_abort_at_any_step(
     assert torch.equal(_warm(client, model, ids), want.sequences)
 
 
+@pytest.mark.parametrize("what", [KeyboardInterrupt, _Stop])
+def test_an_interrupt_while_it_is_closed(
+    client: Client,
+    daemon: Running,
+    model: Any,
+    what: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon is slow to answer, and somebody loses patience: no row keeps its slots."""
+    ids, mask = padded(tokens(40, 1), tokens(30, 2))
+    cache = PoolCache(client, model, ids, mask)
+    told(model, ids, cache, mask, new=3)
+
+    def interrupted(*_: object) -> None:
+        raise what
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "receive", interrupted)
+        with pytest.raises(what):
+            cache.close()
+    assert cache.closed
+    assert not client.sequences
+    cache.close()
+    client.settle()
+    sound(daemon)
+    assert torch.equal(_warm(client, model, tokens(40, 1)), told(model, tokens(40, 1)).sequences)
+
+
+def test_the_same_prompt_again_after_an_abort(client: Client, model: Any) -> None:
+    """The first answer was broken off: what is cached is more than generate is given, and how to go on is told."""
+    ids = tokens(37)
+    with PoolCache(client, model, ids) as cache:
+        told(model, ids, cache, new=5)
+        with pytest.raises(BadRequest, match="41 columns are cached.*crop"):
+            told(model, ids, cache)
+        cache.crop(-5)
+        assert torch.equal(told(model, ids, cache).sequences, told(model, ids).sequences)
+
+
 def test_a_cache_that_was_forgotten(daemon: Running, model: Any) -> None:
     """One that nobody closed says so, and gives its slots back all the same."""
     with engine(daemon, model, tenant=str(next(TENANTS))) as client:
@@ -376,8 +416,14 @@ def test_what_a_closed_cache_says(client: Client, model: Any) -> None:
     cache.close()
     assert cache.closed
     assert repr(cache) == "<PoolCache, closed>"
-    with pytest.raises(Ended):
-        cache.crop(-1)
+    for call in (
+        lambda: cache.crop(-1),
+        lambda: cache.reorder_cache(torch.tensor([0])),
+        lambda: cache.batch_select_indices([0]),
+        lambda: cache.batch_repeat_interleave(2),
+    ):
+        with pytest.raises(Ended):
+            call()
     with pytest.raises(OutOfTurn):  # its hooks are gone, so that nothing is prepared
         told(model, tokens(20), cache)
 

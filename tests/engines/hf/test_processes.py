@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,21 @@ def test_a_lost_connection_taken_up_again(daemon: Running, model: Any) -> None:
                 said.append(int(out.logits[0, -1].argmax()))
             assert said == want
         assert cache.published >= 60
+
+
+def test_a_connection_lost_while_the_answer_is_published(daemon: Running, model: Any) -> None:
+    """Nobody knows what became of the commit: the slots go back all the same, once the connection is there again."""
+    ids = torch.cat([tokens(60, 1), tokens(60, 2)])
+    with engine(daemon, model) as client:
+        cache = PoolCache(client, model, ids)
+        model.generate(ids, cache=cache, max_new_tokens=5, do_sample=False)
+        client.settle()
+        client._connection._socket.shutdown(socket.SHUT_RD)  # what is sent arrives, and no answer comes
+        cache.close()
+        assert not client.sequences
+        client.reconnect()
+        client.settle()
+        sound(daemon)
 
 
 def _until(true: Any, seconds: float = 30.0) -> None:
