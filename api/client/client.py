@@ -25,6 +25,8 @@ import sys
 import time
 import warnings
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self, TypeVar
@@ -204,6 +206,7 @@ class Client:
         self._page_slots = page
         self._peels = self._copying = False  # whether more room may come with copies; known with the Welcome
         self._namespaces: dict[Namespace, int] = {}
+        self._deferred: deque[Callable[[], None]] = deque()
         self._request = messages.Hello(
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
             movable, map, quota, 0, 0, group.session if group else 0, group.secret if group else b"",
@@ -509,6 +512,8 @@ class Client:
         connection = self._connection
         if connection.fault is not None:
             raise connection.fault
+        if self._deferred:
+            self._do_deferred()
         session = self._session
         words = self._words
         if session.outstanding or words[PUSHES] != self._heard + session.pushes:
@@ -548,6 +553,8 @@ class Client:
         """Says what is due now.  Needed only by an engine that has no step to come."""
         if self._connection.fault is not None:
             raise self._connection.fault
+        if self._deferred:
+            self._do_deferred()
         frames = self._session.pack(self._submitted, self._completed, self._fence(None))
         if frames:
             self._connection.send(frames[0] if len(frames) == 1 else b"".join(frames), len(frames))
@@ -586,6 +593,21 @@ class Client:
             self._read_along(everything=True)
         events, self._session.events = self._session.events, {}
         return list(events.values())
+
+    def wait(self, timeout: float) -> None:
+        """Waits up to `timeout` seconds until the daemon has pushed something; `events` still has it afterwards."""
+        pushes, end = self._session.pushes, time.monotonic() + timeout
+        self._read_along(everything=True)
+        while self._session.pushes == pushes and (left := end - time.monotonic()) > 0:
+            self._connection.wait(min(left, WAIT_SECONDS))
+            self._read_along(everything=True)
+
+    def defer(self, call: Callable[[], None]) -> None:
+        """Has `call` called at the beginning of the client's next use, where it may post, and must not wait.
+
+        For finalizers: they run at any moment and in any thread, in the middle of a call of this client, too.
+        """
+        self._deferred.append(call)
 
     def statistics(self) -> Statistics:
         """What this client has done."""
@@ -669,6 +691,8 @@ class Client:
         session, connection = self._session, self._connection
         if connection.fault is not None:
             raise connection.fault
+        if self._deferred:
+            self._do_deferred()
         frame = session.fits(encode(request))
         if session.posted or session.refills or session.asked_back:
             frames = session.pack(self._submitted, self._completed, self._fence(None))
@@ -696,6 +720,11 @@ class Client:
         if getattr(answer, "id", -1) != number:
             raise connection.broken(f"{type(answer).__name__} came where the reply to {number} was due")
         return answer
+
+    def _do_deferred(self) -> None:
+        while self._deferred:
+            with contextlib.suppress(KvslotError):
+                self._deferred.popleft()()
 
     def _allocate(
         self, tokens: bytes, root: int, ticket: int, priority: int, contiguous: bool, wait_for_commit: bool

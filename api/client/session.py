@@ -321,6 +321,19 @@ class Session:
                 raise PeerFault(f"{type(result).__name__} is no answer to {type(verb).__name__}")
         return True
 
+    def shown(self, table: Table) -> int:
+        """Up to where calls that were given up may have told of `table`, shared it with a fork, or cut it."""
+        shown = 0
+        for _, request in self.outstanding:
+            if isinstance(request, list):
+                continue  # what was posted counts as told since then
+            for verb in request.verbs if isinstance(request, Batch) else (request,):
+                if isinstance(verb, Commit | Fork) and verb.sequence == table.id:
+                    shown = max(shown, verb.length)
+                elif isinstance(verb, Trim) and verb.sequence == table.id:
+                    shown = NEVER
+        return shown
+
     def first_room(self, child: Table, answer: messages.BatchReply) -> None:
         """What came of the room asked for together with a fork."""
         match answer:

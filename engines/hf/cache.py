@@ -44,6 +44,7 @@ published stays with the tree.  Mixed models (Gemma 3) keep all tokens in the po
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 import warnings
 import weakref
@@ -80,9 +81,14 @@ STEP_SECONDS: Final = 1.0
 TRIM_LEAST: Final = 32
 """Positions; fewer are not given back at a time: each is a verb, if no round trip."""
 KNOWN: Final = frozenset(
-    "input_ids attention_mask position_ids cache past_key_values cache_position labels token_type_ids".split()
+    (
+        "input_ids attention_mask position_ids cache past_key_values cache_position use_cache labels logits_to_keep "
+        "num_items_in_batch output_attentions output_hidden_states output_router_logits return_dict"
+    ).split()
 )
-"""Tensors a forward may be given: they are checked, or change nothing about K and V."""
+"""What a forward may be given: it is checked, or changes nothing about K and V.  Whatever else is given is refused."""
+RANDOM: Final = ("drop", "jitter", "noise")
+"""In the names of what a module does by chance while it is in training."""
 
 
 class Preempted(KvslotError):
@@ -102,13 +108,14 @@ class Preempted(KvslotError):
 class _Row:
     """One running sequence, and where it stands in the rectangle."""
 
-    __slots__ = ("extents", "hit", "pad", "sequence", "written")
+    __slots__ = ("extents", "hit", "pad", "sequence", "spoiled", "written")
 
     def __init__(self, sequence: Slots, pad: int, written: int) -> None:
         self.sequence = sequence
         self.pad = pad
         self.hit = sequence.hit  # positions before it are not this row's to write
         self.written = written  # positions whose K and V are in the pool
+        self.spoiled = False  # its tokens are not what was fed: nothing of it may be published
         self.extents: list[int] = []  # of the sequence, when its slots were last looked up
 
 
@@ -274,6 +281,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
             (self.key_plane, self.key_scratch, key_states),
             (self.value_plane, self.value_scratch, value_states),
         ):
+            assert 0 <= self.base <= min(plan.past, read.start)  # torch would count from the end
             scratch.narrow(2, plan.past - self.base, plan.new).copy_(states)
             for row, start, stop, slots in plan.fixed:
                 # What is cached is what is read, whatever this row has computed again.
@@ -296,6 +304,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
             rows, heads, _, width = states.shape
             new = torch.empty((rows, heads, size, width), dtype=states.dtype, device=states.device)
             if not first:
+                assert self.base <= base  # a deep crop has dropped what did not reach so far back
                 new.narrow(2, 0, keep).copy_(old.narrow(2, base - self.base, keep))
             elif keep:
                 read = self.cache._read_of(base, plan.past)
@@ -305,6 +314,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
             scratch.append(new)
         self.key_scratch, self.value_scratch = scratch
         self.base, self.end = base, base + size
+
+    def _drop(self) -> None:
+        """The private copy is of no use: the next forward takes it from the pool again."""
+        self.key_scratch = self.value_scratch = None
+        self.base = self.end = 0
 
     def _select(self, rows: Any) -> None:
         if self.key_scratch is not None:
@@ -372,6 +386,8 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._group = 1  # rows of the model for each of ours, until they are forked
         self._plan: _Plan | None = None
         self._step: Any = None
+        self._broken: KvslotError | None = None  # why it is of no more use
+        self._error: BaseException | None = None  # that was being handled when a forward began
         self._before: list[int] = []  # lengths of the sequences before the step under way
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._timeout = timeout
@@ -441,26 +457,34 @@ class PoolCache(Cache):  # type: ignore[misc]
             raise BadRequest(f"crop({tokens_to_remove}): say how many tokens to remove as a negative number")
         if tokens_to_remove == 0:
             return
+        self._undo()
+        self._live()
         columns = self._columns + tokens_to_remove
         least = max(row.pad for row in self._rows) + 1
         start = min((layer.start(columns) for layer in self.layers), default=0)
-        kept = max(row.sequence.kept_from + row.pad for row in self._rows)
-        if columns < least or (kept and start < kept):
+        gone = any(0 < row.sequence.kept_from > start - row.pad for row in self._rows)
+        if columns < least or gone:
             raise BadRequest(
                 f"crop({tokens_to_remove}) of {self._columns} columns: every row keeps a token, and of a sliding "
                 f"window no more than {SLACK} columns before it are kept"
             )
         for row in self._rows:
             length = columns - row.pad
-            if length < row.sequence.length:
-                row.sequence.trim(keep_to=length)
             row.written = min(row.written, length)
             row.hit = min(row.hit, length)
             row.extents = []
+            if length < row.sequence.length:
+                try:
+                    row.sequence.trim(keep_to=length)
+                except BaseException as error:  # some rows are cut, and nobody knows about this one
+                    self._break(row, error)
+                    raise
         self._columns = columns
         self._width = min(self._width, columns)
         for layer in self.layers:
             layer.length = columns
+            if layer.start(columns) < layer.base:
+                layer._drop()
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i goes on as what row `beam_idx[i]` was: by forks, without a copy in the pool."""
@@ -503,7 +527,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         try:
             self._undo()
             for row in self._rows:
-                if self._publish and row.written > row.hit:
+                if self._publish and row.written > row.hit and not row.spoiled:
                     with contextlib.suppress(KvslotError):
                         self.published += row.sequence.commit(min(row.written, row.sequence.length))
         finally:  # an interrupt while the daemon is slow to answer must not leave slots behind
@@ -526,9 +550,28 @@ class PoolCache(Cache):  # type: ignore[misc]
         self.close()
 
     def __del__(self) -> None:
-        if not self._closed:
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
-            self.close()
+        if self._closed and not getattr(self, "_rows", None):
+            return
+        # At any moment, in any thread, in the middle of another call: whatever there is to say is said by the next one.
+        hooks, self._hooks = self._hooks, []
+        rows = [
+            (row.sequence, 0 if row.spoiled or not self._publish else row.written, row.hit)
+            for row in self._rows
+        ]
+        self._closed = True
+
+        def leave() -> None:
+            for hook in hooks:
+                hook.remove()
+            for sequence, written, hit in rows:
+                if written > hit:
+                    with contextlib.suppress(KvslotError):
+                        sequence.commit(min(written, sequence.length), wait=False)
+                with contextlib.suppress(KvslotError):
+                    sequence.free()
+
+        self.client.defer(leave)
+        warnings.warn("a PoolCache was not closed", ResourceWarning, stacklevel=1)
 
     # -- the beginning -----------------------------------------------------------------------------------------------
 
@@ -596,12 +639,18 @@ class PoolCache(Cache):  # type: ignore[misc]
 
         def after(module: Any, args: tuple[Any, ...], *more: Any) -> None:
             cache = mine()
-            if cache is not None and len(more) > 1 and cache._named(args, more[0]):
+            if cache is None or len(more) < 2 or not cache._named(args, more[0]):
+                return
+            error = sys.exc_info()[1]
+            if more[1] is None or (error is not None and error is not cache._error):
+                cache._undo()  # it failed: at once, for until its step ends the session counts as stalled
+            else:
                 cache._end()
 
+        self._random = [module for module in inner.modules() if _random(module)]
         self._hooks = [
             inner.register_forward_pre_hook(before, with_kwargs=True),
-            inner.register_forward_hook(after, with_kwargs=True),
+            inner.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
     # -- a forward ---------------------------------------------------------------------------------------------------
@@ -618,8 +667,10 @@ class PoolCache(Cache):  # type: ignore[misc]
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before the first layer: a step, room for the new tokens, the plan.  Returns changed arguments, or None."""
+        self._error = sys.exc_info()[1]
         self._live()
         self._undo()
+        self._as_long_as_fed()
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.dim() != 2:
             raise Unsupported("a forward without input_ids: tokens are what cached K and V are found by")
@@ -676,16 +727,19 @@ class PoolCache(Cache):  # type: ignore[misc]
             written = plan.total - row.pad
             self.computed += (written - max(plan.past - row.pad, 0)) * self._group
             row.written = max(row.written, written)
-        # Without a daemon the forward has ended all the same, and is right: the next one will say so.
-        with contextlib.suppress(Disconnected):
+        # Whatever the daemon says, or that it is gone: the forward has ended, and is right.  The next one will say so.
+        with contextlib.suppress(KvslotError):
             self._end_step()
-            if plan.past < self._width and self._publish:
-                for row in self._rows:
-                    length = min(row.written, self._width - row.pad)
-                    if length > row.hit:
+        if plan.past < self._width and self._publish:
+            for row in self._rows:
+                length = min(row.written, self._width - row.pad)
+                if length > row.hit and not row.spoiled:
+                    with contextlib.suppress(KvslotError):
                         row.sequence.commit(length, wait=False)
+            with contextlib.suppress(KvslotError):
                 self.client.flush()
-            if self.shape.windowed and self.client.pool.description.windowed:
+        if self.shape.windowed and self.client.pool.description.windowed:
+            with contextlib.suppress(KvslotError):
                 self._give_front()
 
     def _end_step(self) -> None:
@@ -697,7 +751,7 @@ class PoolCache(Cache):  # type: ignore[misc]
     def _next_step(self, plan: _Plan) -> None:
         """What the layers so far were given to do is done; the rest is another step."""
         plan.step_until = time.monotonic() + STEP_SECONDS
-        with contextlib.suppress(Disconnected):  # the next forward will say so
+        with contextlib.suppress(KvslotError):  # the next forward will say so
             self._end_step()
             step = self.client.step()
             step.__enter__()
@@ -709,14 +763,35 @@ class PoolCache(Cache):  # type: ignore[misc]
             return
         self._plan = None
         for row, length in zip(self._rows, self._before, strict=False):
-            with contextlib.suppress(KvslotError):
-                if length < row.sequence.length:
-                    row.sequence.trim(keep_to=length)
+            if length < row.sequence.length:
+                try:
+                    row.sequence.trim(keep_to=length)  # nobody has been told of them: no word goes out
+                except BaseException as error:
+                    self._break(row, error)
+                    if not isinstance(error, KvslotError):
+                        raise
             row.extents = []
         for layer in self.layers:
             layer.length = self._columns
         with contextlib.suppress(KvslotError):
             self._end_step()
+
+    def _break(self, row: _Row, error: BaseException) -> None:
+        """The row's tokens cannot be made to be what was fed: no more of it is published, and the cache is of no use."""
+        row.spoiled = True
+        if self._broken is None:
+            self._broken = Ended(
+                f"tokens of this PoolCache could not be taken back ({error}): close it, and make another one"
+            )
+
+    def _as_long_as_fed(self) -> None:
+        """Every sequence has the tokens that were fed and no others, or K and V would be published under wrong ones."""
+        for row in self._rows:
+            row.sequence.reserve(0)  # takes in what is still to come of calls that were interrupted
+            length, meant = row.sequence.length, max(self._columns, self._width) - row.pad
+            if length != meant:
+                self._break(row, OutOfTurn(f"{row.sequence!r} was to have {meant}"))
+        self._live()
 
     def _take_room(self, added: list[list[int]] | None) -> None:
         """Begins a step with a slot for each new token, waiting for room if it must."""
@@ -732,10 +807,8 @@ class PoolCache(Cache):  # type: ignore[misc]
                         raise Preempted(row.sequence.id, row.sequence.preempt_by - time.monotonic())
                 if added is not None:
                     for row, tokens in zip(self._rows, added, strict=True):
-                        if len(tokens) == 1:
-                            row.sequence.append(tokens[0])
-                        else:
-                            row.sequence.append_all(tokens)
+                        # Not `append`: an interrupt in the middle of that may leave a token that no roll-back finds.
+                        row.sequence.append_all(tokens)
                 return
             except OutOfRoom as short:
                 self._undo()
@@ -753,7 +826,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         """Until something has changed, or for a while."""
         left = seconds if end is None else min(seconds, end - time.monotonic())
         self.client.flush()
-        self.client.events(max(left, 0.001))
+        self.client.wait(max(left, 0.001))  # what has come stays with `events`, which is the user's
 
     def _copy(self) -> None:
         """Copies that came with room: before anything is read or written."""
@@ -924,6 +997,8 @@ class PoolCache(Cache):  # type: ignore[misc]
     def _live(self) -> None:
         if self._closed:
             raise Ended("this PoolCache is closed: its slots may be another's by now")
+        if self._broken is not None:
+            raise self._broken
 
     def _check_forward(self, ids: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """K and V must follow from the tokens alone: everything else that a forward is given has to say the same."""
@@ -945,13 +1020,12 @@ class PoolCache(Cache):  # type: ignore[misc]
             )
         group = rows // ours
         for name, value in kwargs.items():
-            if name not in KNOWN and isinstance(value, torch.Tensor) and name != "logits_to_keep":
+            if value is not None and name not in KNOWN:
                 raise Unsupported(
                     f"a forward with {name}: K and V would depend on more than the tokens, and be wrong for others"
                 )
-        kinds = kwargs.get("token_type_ids")
-        if kinds is not None and bool(kinds.any()):
-            raise Unsupported("token_type_ids other than 0: K and V would depend on more than the tokens")
+        if any(module.training for module in self._random):
+            raise Unsupported("a model in training mode, with dropout or noise: call model.eval() first")
         if past < self._width:
             stop = min(total, self._width)
             given = ids[:, : stop - past].cpu().numpy()
@@ -990,9 +1064,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         elif not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] != total:
             raise Unsupported(f"an attention_mask that is not (rows, {total}): only padding may be masked")
         else:
-            seen = mask[:, past:] if past >= self._width else mask
-            columns = np.arange(total - seen.shape[1], total)
-            if ((seen.cpu().numpy() != 0) != (columns >= front)).any():
+            if ((mask.cpu().numpy() != 0) != (np.arange(total) >= front)).any():
                 raise Unsupported("an attention_mask that masks more, or less, than the padding in front")
 
 
@@ -1020,6 +1092,16 @@ def _prompts(input_ids: Any, attention_mask: Any) -> tuple[Any, list[int]]:
         if (mask != (np.arange(ids.shape[1]) >= np.array(pads)[:, None])).any() or max(pads) == ids.shape[1]:
             raise BadRequest("padding must be in front, and every prompt have a token: padding_side='left'")
     return ids.astype(np.int32), pads
+
+
+def _random(module: Any) -> bool:
+    """Whether what a module computes is left to chance while it is in training."""
+    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+        return bool(module.p > 0)
+    return any(
+        isinstance(value, float) and value > 0 and any(word in name for word in RANDOM)
+        for name, value in vars(module).items()
+    )
 
 
 def _rope_limit(model: Any) -> int:

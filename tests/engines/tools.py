@@ -20,6 +20,7 @@ from typing import Any, Self
 import pytest
 
 from kvslot.api.client import Client, Control
+from kvslot.api.client.indices import slot_indices
 
 from ..tools.daemon import Running, running
 
@@ -160,6 +161,39 @@ def engine(daemon: Running, model: Any, **options: Any) -> Iterator[Client]:
     names = {name: options.pop(name) for name in ("tenant", "salt", "adapter", "revision") if name in options}
     with Client(str(daemon.socket), namespace=fingerprint.namespace(model, **names), **options) as client:
         yield client
+
+
+def check_pool(client: Client, model: Any, ids: Any, least: int = 0, *, tolerance: float = 1e-2) -> int:
+    """K and V that are found for a prompt are those that the model computes for it; how many tokens were found.
+
+    Words are a weak oracle: the same may be said over wrong bytes.  `ids`: (1, n).  `least`: tokens that must be found.
+    """
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    sequence = client.admit([*ids[0].tolist(), 1], timeout=10)
+    found = sequence.hit
+    try:
+        client.pool.copy(client.take_copies())
+        assert found >= least, f"{found} tokens were found, and not {least}"
+        if not found:
+            return 0
+        own = transformers.DynamicCache()  # keeps all columns of windowed layers, too
+        with torch.no_grad():
+            model(input_ids=ids[:, :found], cache=own)
+        slots = torch.from_numpy(slot_indices(sequence, 0, found)).long()
+        for number, layer in enumerate(own.layers):
+            for part, states in (("k", layer.keys), ("v", layer.values)):
+                have = client.pool.tensor(f"{number}.{part}")[slots].transpose(0, 1).float()
+                apart = (have - states[0].float()).abs().amax(dim=(0, 2))
+                limit = tolerance * max(1.0, float(states.float().abs().max()))
+                assert float(apart.max()) < limit, (
+                    f"{part} of layer {number} is off by {float(apart.max()):.3g} at token {int(apart.argmax())} of "
+                    f"{found}, from token {int((apart >= limit).int().argmax())} on"
+                )
+                del have
+    finally:
+        sequence.free()
+        client.settle()
+    return found
 
 
 def waiting(daemon: Running) -> int:
