@@ -279,6 +279,31 @@ def test_crop(client: Client, model: Any, mode: str) -> None:
     assert torch.equal(told(model, ids).sequences, _warm(client, model, ids))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("window", [0, 24])
+def test_crop_of_rows_with_padding(mode: str, window: int) -> None:
+    """Padding is no part of a window that was given back: rows of all lengths are rolled back, down to a token."""
+    model = tiny(kind="mistral", window=window)
+    ids, mask = padded(tokens(41, 1), tokens(12, 2), tokens(30, 3))
+    more = tokens(3 * 9, 4).reshape(3, 9)
+    with (
+        pooled(model) as daemon,
+        engine(daemon, model) as client,
+        PoolCache(client, model, ids, mask, mode=mode) as cache,
+    ):
+        said = told(model, ids, cache, mask, new=20).sequences
+        for columns in (58, 41, 35, 30):
+            cache.crop(columns - cache.get_seq_length())
+            assert cache.get_seq_length() == columns
+            given = torch.cat([said[:, :columns], more], 1)
+            shown = torch.ones_like(given)
+            shown[:, :30] = mask[:, :30]
+            want = told(model, given, None, shown, new=1).sequences
+            assert torch.equal(told(model, given, cache, shown, new=1).sequences, want)
+        with pytest.raises(BadRequest, match="keeps a token"):
+            cache.crop(29 - cache.get_seq_length())
+
+
 def _warm(client: Client, model: Any, ids: Any) -> Any:
     with PoolCache(client, model, ids) as cache:
         assert cache.hit
@@ -387,7 +412,7 @@ def test_the_same_prompt_again_after_an_abort(client: Client, model: Any) -> Non
     ids = tokens(37)
     with PoolCache(client, model, ids) as cache:
         told(model, ids, cache, new=5)
-        with pytest.raises(BadRequest, match="41 columns are cached.*crop"):
+        with pytest.raises(BadRequest, match=r"41 columns are cached.*crop"):
             told(model, ids, cache)
         cache.crop(-5)
         assert torch.equal(told(model, ids, cache).sequences, told(model, ids).sequences)
