@@ -627,13 +627,18 @@ class PoolCache(Cache):  # type: ignore[misc]
         get_base = getattr(model, "get_base_model", None)  # PEFT generates with the model inside
         inner = get_base() if get_base is not None else model
         mine = weakref.ref(self)
+        hooks = self._hooks  # held by the model, too: what the collector finds with the cache forgets what it refers to
 
         # Other threads may run the same model with caches of their own.  torch looks up how a hook is called when it
         # calls it: one that another thread's `close` has removed meanwhile gets no keyword arguments.  It is not this
         # forward's anyway.
         def before(module: Any, args: tuple[Any, ...], *more: Any) -> Any:
             cache = mine()
-            if cache is None or not more or not cache._named(args, more[0]):
+            if cache is None:
+                for hook in hooks:  # nobody closed it
+                    hook.remove()
+                return None
+            if not more or not cache._named(args, more[0]):
                 return None
             return cache._begin(args, more[0])
 
@@ -648,10 +653,10 @@ class PoolCache(Cache):  # type: ignore[misc]
                 cache._end()
 
         self._random = [module for module in inner.modules() if _random(module)]
-        self._hooks = [
+        hooks += (
             inner.register_forward_pre_hook(before, with_kwargs=True),
             inner.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
+        )
 
     # -- a forward ---------------------------------------------------------------------------------------------------
 

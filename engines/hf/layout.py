@@ -102,13 +102,21 @@ def shape_of(model: Any) -> Shape:
         raise Unsupported(
             "an encoder's K and V belong to no token of the prompt: kvslot holds decoder-only models"
         )
-    lacks = [name for name in ("num_hidden_layers", "num_attention_heads", "hidden_size") if not hasattr(config, name)]
+    lacks = [
+        name
+        for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        if not hasattr(config, name)
+    ]
     if lacks:
-        raise Unsupported(f"{type(outer).__name__} has no {', '.join(lacks)}: not a model whose layers keep K and V")
+        raise Unsupported(
+            f"{type(outer).__name__} has no {', '.join(lacks)}: not a model whose layers keep K and V"
+        )
     if getattr(config, "index_n_heads", None):
         raise Unsupported(f"{type(outer).__name__}: an indexer keeps more than K and V of each token")
     if _both_ways(outer) or _both_ways(config):
-        raise Unsupported(f"{type(outer).__name__}: tokens see those after them, so that a prefix's K and V depend on both")
+        raise Unsupported(
+            f"{type(outer).__name__}: tokens see those after them, so that a prefix's K and V depend on both"
+        )
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) or 0
@@ -137,7 +145,10 @@ def shape_of(model: Any) -> Shape:
 
 
 def _both_ways(config: Any) -> bool:
-    return bool(getattr(config, "use_bidirectional_attention", False)) or getattr(config, "is_causal", True) is False
+    return (
+        bool(getattr(config, "use_bidirectional_attention", False))
+        or getattr(config, "is_causal", True) is False
+    )
 
 
 def check(pool: PoolMemory, shape: Shape) -> None:

@@ -69,7 +69,9 @@ def test_cut_in_mid_append(client: Client, model: Any, mode: str, how: int, more
         with PoolCache(client, model, ids, mode=mode) as cache:
             model(input_ids=ids, cache=cache)
             client.settle()
-            cache.sequences[more].reserve(cache.sequences[more].room + 40)  # the rows ask for more room at other times
+            cache.sequences[more].reserve(
+                cache.sequences[more].room + 40
+            )  # the rows ask for more room at other times
             count = min(each.room for each in cache.sequences) + 1
             client._connection._socket.shutdown(how)
             piece = after[:, :count].repeat(2, 1)
@@ -102,7 +104,9 @@ def test_cut_at_any_frame(daemon: Running, model: Any) -> None:
         with pytest.MonkeyPatch.context() as patch, PoolCache(client, model, ids) as cache:
             for name in ("send", "receive"):
                 original = getattr(Connection, name)
-                patch.setattr(Connection, name, lambda self, *a, original=original: lose(self, *a, original=original))
+                patch.setattr(
+                    Connection, name, lambda self, *a, original=original: lose(self, *a, original=original)
+                )
             pieces = [ids, *(after[:, at : at + 9].repeat(2, 1) for at in range(0, 90, 9))]
             for piece in pieces:
                 for _ in range(2):
@@ -168,6 +172,7 @@ def test_a_commit_that_is_refused(client: Client, model: Any, monkeypatch: pytes
     """The user's forward has ended and is right, whatever becomes of publishing it."""
     ids = tokens(20)
     with torch.no_grad(), PoolCache(client, model, ids) as cache:
+
         def refuse(*_: object, **__: object) -> int:
             raise NotFound("no such sequence")
 
@@ -317,7 +322,11 @@ def test_a_forward_that_fails_ends_its_step(client: Client, model: Any) -> None:
 
     with torch.no_grad(), PoolCache(client, model, ids) as cache:
         for module in (model.model.layers[1], model):
-            hook = module.register_forward_pre_hook(fail) if module is model else module.register_forward_hook(fail)
+            hook = (
+                module.register_forward_pre_hook(fail)
+                if module is model
+                else module.register_forward_hook(fail)
+            )
             with pytest.raises(RuntimeError, match="stop"):
                 model(input_ids=ids, cache=cache)
             hook.remove()
@@ -345,7 +354,10 @@ def test_events_are_the_users(model: Any) -> None:
                 with pytest.raises(KvslotError):
                     for step in range(100):
                         for cache in (old, young):
-                            model(input_ids=tokens(1 if step else 100, step or 1 + (cache is young)), cache=cache)
+                            model(
+                                input_ids=tokens(1 if step else 100, step or 1 + (cache is young)),
+                                cache=cache,
+                            )
             said += client.events()
         assert any(type(each).__name__ in ("Preempt", "Pressure") for each in said), said
         client.settle()
