@@ -54,9 +54,7 @@ class Orders:
     session: Session | None = None  # the present one; copies of earlier ones may still be under way
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
-    void: list[int] = field(
-        default_factory=list
-    )  # entries whose loads are to fail, begun or not, made or not
+    void: bool = False  # loads ordered until now are to fail, as far as vLLM has not heard of them
     idle: bool = False  # nothing is computed in this step
     writes: list[int] = field(
         default_factory=list

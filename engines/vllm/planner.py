@@ -141,6 +141,7 @@ class Planner:
         self._suspects: dict[int, Entry] = {}  # requests whose blocks vLLM holds and has not computed yet
         self._last = 0
         self._loads: list[Load] = []
+        self._void = False  # whether the worker is to be told of a reset
         self._counts = _Counts()
         self._full_until = 0.0  # memory was short: until then no room is asked for
         self._listen_at = 0.0
@@ -207,7 +208,8 @@ class Planner:
         Called again and again while vLLM waits for loads: costs a microsecond when there is nothing to do.
         """
         link = self._link
-        orders = Orders(link.session, self._loads, idle=not scheduled)
+        orders = Orders(link.session, self._loads, void=self._void, idle=not scheduled)
+        self._void = False
         if self._loads:
             self._loads = []
         if self._requests is not None:
@@ -242,9 +244,10 @@ class Planner:
                 self._spoil(each)
         for number in report.failed:
             entry = self._numbers.get(number)
-            self._counts.load_failures += 1
-            self._failed += 1
-            self._distrust_until = self._clock() + min(DISTRUST_MOST, DISTRUST_FIRST * 2**self._failed)
+            if entry is None or not entry.ended:  # else the copy may have stopped because nobody wanted it
+                self._counts.load_failures += 1
+                self._failed += 1
+                self._distrust_until = self._clock() + min(DISTRUST_MOST, DISTRUST_FIRST * 2**self._failed)
             if entry is not None:
                 entry.loadable = False
                 if entry.stores:  # ordered before this was known
@@ -296,7 +299,12 @@ class Planner:
             self._flush()  # there may be no step to come that would say it
 
     def reset(self) -> None:
-        """What is cached belongs to a model that is no more: running requests load and publish nothing further."""
+        """What is cached belongs to a model that is no more: running requests load and publish nothing further.
+
+        Loads that are under way become failures, those of lost sessions, too, so that vLLM computes their blocks and
+        does not keep them for later requests.
+        """
+        self._void = True
         for entry in self._numbers.values():
             entry.loadable = False
             self._spoil(entry)

@@ -59,6 +59,7 @@ class Job:
     load: Load
     mapping: _Mapping
     cancelled: bool = False
+    void: bool = False  # fails, even if it is made
 
 
 @dataclass(slots=True)
@@ -90,6 +91,7 @@ class Worker:
         self._results = _Results()
         self._jobs: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by entry
+        self._made: list[Load] = []  # of which vLLM has not been told
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -103,16 +105,21 @@ class Worker:
     def begin(self, orders: Orders) -> None:
         """Starts the loads; in a step that needs them at once, makes them."""
         self._poisoned = False
+        if orders.void:
+            self._fail_all()
         if orders.session is not None and orders.session.generation not in self._mappings:
             self._map(orders.session)
         for load in orders.loads:
             mapping = self._mappings.get(load.generation)
-            if mapping is None or mapping.pool is None:
-                self._loaded(load, good=False)
+            if mapping is None or mapping.pool is None or orders.void:
+                with self._changed:
+                    self._loaded(load, good=False)
             elif self._asynchronous:
                 self._queue(Job(load, mapping))
             else:
-                self._loaded(load, good=self._load(Job(load, mapping)))
+                good = self._load(Job(load, mapping))
+                with self._changed:
+                    self._loaded(load, good=good)
         present = orders.session.generation if orders.session is not None else 0
         if len(self._mappings) > bool(present):
             self._retire(present)
@@ -144,6 +151,7 @@ class Worker:
             return _Results()
         with self._changed:
             results, self._results = self._results, _Results(bad_blocks=self._results.bad_blocks)
+            self._made.clear()
         return results
 
     def bad_blocks(self) -> set[int]:
@@ -301,13 +309,26 @@ class Worker:
             with self._changed:
                 job.mapping.jobs -= 1
                 del self._running[job.load.entry]
-                self._loaded(job.load, good=good)
+                self._loaded(job.load, good=good and not job.void)
                 self._changed.notify_all()
 
+    def _fail_all(self) -> None:
+        """Loads that are under way, and those that vLLM has not been told of, are failures."""
+        with self._changed:
+            for job in self._running.values():
+                job.cancelled = job.void = True
+            made, self._made = self._made, []
+            for load in made:
+                if load.entry in self._report.loaded:
+                    self._report.loaded.remove(load.entry)
+                self._loaded(load, good=False)
+
     def _loaded(self, load: Load, *, good: bool) -> None:
-        """A load has ended.  The thread calls this with the condition held."""
+        """A load has ended.  Called with the condition held."""
         if good:
             self._report.loaded.append(load.entry)
+            if self._asynchronous:
+                self._made.append(load)
         else:
             self._report.failed.append(load.entry)
             self._results.failed.add(load.request)
