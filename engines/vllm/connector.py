@@ -44,7 +44,7 @@ from kvslot.engines.vllm.keys import Keys, Settings, facts, unsupported
 from kvslot.engines.vllm.link import Link, Unfit
 from kvslot.engines.vllm.messages import Orders, Report
 from kvslot.engines.vllm.planner import Planner, Statistics
-from kvslot.engines.vllm.region import Peers, Region, allocation, read_records, record_bytes
+from kvslot.engines.vllm.region import Peers, Region, allocation, record_bytes, standing
 from kvslot.engines.vllm.region import unsupported as region_unsupported
 from kvslot.engines.vllm.worker import SWEEP_SECONDS, RegionWorker, Worker
 
@@ -158,12 +158,7 @@ class KvslotConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_SECONDS
             self._peers.sweep()
-        memory = client.pool
-        directory = memory.plane("blocks").reshape(-1, memory.planes["blocks"].slot_bytes * memory.block_size)
-        for i, record in enumerate(read_records(directory, blocks)):
-            if not self._peers.holds(record):
-                return i
-        return len(blocks)
+        return standing(self._peers, client, blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -7,7 +7,10 @@ client that it made is the scheduler's from then on.
 
 A connection that is lost leaves a session behind, whose slots the daemon keeps aside while this process lives.  When
 the worker says that it has let go of that session's memory, the old client is closed, and the session released through
-the new one.
+the new one.  A view of that memory that is alive somewhere in this process puts that off until it is gone.
+
+A pool that is not made for this engine is looked at again every `RETRY_MOST` seconds: the daemon may be started anew
+with another.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from kvslot.engines.vllm.messages import Session
 
 RETRY_FIRST: Final = 0.5
 RETRY_MOST: Final = 30.0
+LEAVE_RETRY: Final = 1.0
 
 log: Final = logging.getLogger("vllm.kvslot")  # below vLLM's own, so that its lines go where vLLM's go
 
@@ -33,7 +37,7 @@ local: Final[dict[Token, Client]] = {}
 
 
 class Unfit(Exception):
-    """The pool is not made for this engine: the message says how.  No later attempt would end otherwise."""
+    """The pool is not made for this engine: the message says how."""
 
 
 class Link:
@@ -61,21 +65,26 @@ class Link:
         self._thread: threading.Thread | None = None
         self._made: list[Client | Exception] = []  # by the thread: one
         self._old: dict[int, Client] = {}  # lost, and their memory may still be in use
+        self._leaving: set[int] = set()  # of those, what the worker has let go of
+        self._leave_at = 0.0
         self._release: list[Token] = []
+        self._closed = False
         self.session: Session | None = None
         """Of the live client."""
         self.generation = 0
         self.attempts = 0
         self.losses = 0
         self.unfit = ""
-        """Why there will be no more attempts."""
+        """What is wrong with the pool that was found last; "" where nothing is."""
         self._attempt()
         self._take()
 
     @property
     def client(self) -> Client | None:
         """The live client.  Costs nothing while there is one."""
-        if self._client is None and not self.unfit:
+        if self._leaving and self._clock() >= self._leave_at:
+            self._leave()
+        if self._client is None and not self._closed:
             self._poll()
         return self._client
 
@@ -92,32 +101,45 @@ class Link:
 
     def let_go(self, generation: int) -> None:
         """The worker uses that generation's memory no more."""
-        client = self._old.get(generation)
-        if client is None:
-            return
-        local.pop(client.token, None)
-        try:
-            client.close()
-        except BufferError:  # a view is alive somewhere in this process: its slots stay aside as long as that
-            log.warning("kvslot: memory of an earlier session is still in use, and is kept")
-            return
-        del self._old[generation]
-        self._release.append(client.token)
-        self._released()
+        if generation in self._old:
+            self._leaving.add(generation)
+            self._leave()
 
     def close(self) -> None:
         """Ends everything."""
         if self._thread is not None:
             self._thread.join()
             self._take()
-        self.unfit = self.unfit or "closed"
+        self._closed = True
         clients = [*self._old.values(), *([self._client] if self._client else [])]
         self._old.clear()
+        self._leaving.clear()
         self._client = self.session = None
         for client in clients:
             local.pop(client.token, None)
             with contextlib.suppress(BufferError):
                 client.close()
+
+    def _leave(self) -> None:
+        """Closes lost clients whose memory the worker has let go of."""
+        for generation in sorted(self._leaving):
+            client = self._old[generation]
+            local.pop(client.token, None)
+            try:
+                client.close()
+            except (
+                BufferError
+            ):  # a view is alive somewhere in this process: its slots stay aside as long as that
+                if not self._leave_at:
+                    log.warning(
+                        "kvslot: memory of an earlier session is still in use, and is kept until it is not"
+                    )
+                self._leave_at = self._clock() + LEAVE_RETRY
+                continue
+            self._leaving.discard(generation)
+            del self._old[generation]
+            self._release.append(client.token)
+        self._released()
 
     def _poll(self) -> None:
         if self._thread is not None:
@@ -143,10 +165,14 @@ class Link:
             try:
                 self._check(made)
             except Unfit as error:
-                self.unfit = str(error)
-                log.error("kvslot: not used: %s", error)
+                if self.unfit != str(error):
+                    self.unfit = str(error)
+                    log.error("kvslot: not used: %s", error)
                 made.close()
+                self._pause = RETRY_MOST
+                self._retry_at = self._clock() + self._pause
                 return
+            self.unfit = ""
             self._client = made
             self.generation += 1
             token = made.token

@@ -33,12 +33,15 @@ import os
 import platform
 import select
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from kvslot.api.client import Client
 from kvslot.engines.vllm.blocks import Array, EngineBlocks, Piece, runs
 from kvslot.engines.vllm.pages import READ, WRITE, populate_aside
 
@@ -114,7 +117,12 @@ class Region:
         self.words = np.frombuffer(self._map, np.uint64, blocks, offset=HEAD_BYTES)
         self.words[:] = 1  # odd: nothing stands there
         self.memory = np.frombuffer(self._map, np.uint8, size, offset=start)
-        populate_aside(self.memory, WRITE, lambda: self._fd < 0)
+        # Where this object is let go without being closed, or vLLM's tensors are all that is left of it, nobody would
+        # revoke what is written to.
+        ended = threading.Event()
+        self._finalizer = weakref.finalize(self, _end, self._fd, self.words, ended, os.getpid())
+        self._finalizer.atexit = False  # with the process its entries end anyway
+        populate_aside(self.memory, WRITE, ended.is_set)
 
     def describe(self, engine: EngineBlocks) -> None:
         """Writes the head: from now on others can read.  Raises ValueError where vLLM's blocks lie elsewhere."""
@@ -162,10 +170,16 @@ class Region:
 
     def close(self) -> None:
         """All entries end.  vLLM's tensors keep the memory as long as they live."""
-        if self._fd >= 0:
-            self.words |= np.uint64(1)
-            os.close(self._fd)
-            self._fd = -1
+        self._finalizer()
+        self._fd = -1
+
+
+def _end(fd: int, words: Array, ended: threading.Event, process: int) -> None:
+    """Ends a region's entries."""
+    ended.set()
+    if os.getpid() == process:  # in a forked child the memory is not there, and the entries are not its own
+        words |= np.uint64(1)
+    os.close(fd)
 
 
 class Peer:
@@ -286,6 +300,16 @@ def read_records(directory: Array, blocks: Sequence[int]) -> list[Record | None]
     """The records of some blocks; `directory` is (blocks, bytes of one)."""
     raw = directory[list(blocks), :RECORD_BYTES].tobytes() if blocks else b""
     return [unpack(raw[i : i + RECORD_BYTES]) for i in range(0, len(raw), RECORD_BYTES)]
+
+
+def standing(peers: Peers, client: Client, blocks: Sequence[int]) -> int:
+    """How many records of a client's directory, from the first on, name what still stands there."""
+    memory = client.pool
+    directory = memory.plane("blocks").reshape(-1, memory.planes["blocks"].slot_bytes * memory.block_size)
+    for i, record in enumerate(read_records(directory, blocks)):
+        if not peers.holds(record):
+            return i
+    return len(blocks)
 
 
 def write_record(directory: Array, block: int, record: Record) -> None:

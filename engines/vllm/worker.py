@@ -15,7 +15,6 @@ page table: four times what copying the page costs.  A thread does that ahead of
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -52,6 +51,7 @@ class _Mapping:
     client: Client | None  # to be closed: it is this worker's own
     jobs: int = 0  # loads under way, and the thread that prepares it
     retired: bool = False
+    kept: bool = False  # a view of it was alive when it was to be unmapped
 
 
 @dataclass(slots=True)
@@ -238,16 +238,25 @@ class Worker:
                 if generation == present:
                     continue
                 mapping.retired = True
-                if not mapping.jobs:
-                    self._unmap(mapping)
+                if not mapping.jobs and self._unmap(mapping):
                     del self._mappings[generation]
                     self._report.closed.append(generation)
 
-    def _unmap(self, mapping: _Mapping) -> None:
+    def _unmap(self, mapping: _Mapping) -> bool:
+        """Whether this process can reach that memory no more.  While a view is alive it can: to be tried again."""
         mapping.pool = None
         if mapping.client is not None:
-            with contextlib.suppress(BufferError):
+            try:
                 mapping.client.close()
+            except BufferError:
+                if not mapping.kept:
+                    log.warning(
+                        "kvslot: memory of an earlier session is still in use, and is kept until it is not"
+                    )
+                mapping.kept = True
+                return False
+            mapping.client = None
+        return True
 
     # -- copies ------------------------------------------------------------------------------------------------------
 

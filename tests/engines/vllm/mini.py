@@ -7,9 +7,10 @@ forward.  Blocks are handed out last freed first, so that what is freed too earl
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvslot.engines.vllm.blocks import EngineBlocks, Placed
 from kvslot.engines.vllm.link import Link
 from kvslot.engines.vllm.messages import Orders
 from kvslot.engines.vllm.planner import Planner
-from kvslot.engines.vllm.region import Peers, Region, read_records, record_bytes
+from kvslot.engines.vllm.region import Peers, Region, record_bytes, standing
 from kvslot.engines.vllm.worker import RegionWorker, Worker
 
 SIZE, LAYERS, WIDTH = 4, 3, 64
@@ -80,7 +81,7 @@ class Mini:
         else:
             self.worker = Worker(engine, asynchronous=asynchronous)
         if region:
-            planner = {"valid": self.valid, "writes": True, **planner}
+            planner = {"valid": functools.partial(standing, self.peers), "writes": True, **planner}
         self.asynchronous = asynchronous
         self.link = Link(
             lambda: Client(socket, page=SIZE, append="chain", timeout=5.0), check, socket, clock=clock
@@ -89,12 +90,6 @@ class Mini:
         self.free = list(range(blocks - 1, 0, -1))  # block 0 is never handed out
         self.waiting: dict[str, Request] = {}  # for their loads
         self.held: dict[str, Request] = {}  # ended, and their load has not been reported
-
-    def valid(self, client: Client, blocks: Sequence[int]) -> int:
-        """How many records, from the first on, still hold."""
-        directory = client.pool.plane("blocks").reshape(-1, record_bytes(SIZE))
-        good = [self.peers.holds(each) for each in read_records(directory, blocks)]
-        return good.index(False) if False in good else len(good)
 
     def layer_bytes(self, layer: int, block: int) -> bytes:
         """What stands in a block."""

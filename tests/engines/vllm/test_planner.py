@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from kvslot.api.client import Client, Control, Namespace
 from kvslot.api.wire import Disconnected
+from kvslot.engines.vllm import link
 from kvslot.engines.vllm import planner as planner_module
 from kvslot.engines.vllm.blocks import EngineBlocks
 from kvslot.engines.vllm.link import Unfit
@@ -495,16 +496,81 @@ def test_a_cut_connection_leaves_nothing_behind(daemon: Running) -> None:
         assert engine.run("d", PROMPT).cached == 24
 
 
-def test_a_pool_of_another_shape_is_not_used(daemon: Running) -> None:
-    """Unfit: said once, and never tried again."""
+def test_a_pool_of_another_shape_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unfit: said once, looked at again every half minute, and used when the daemon is back with the right one."""
+    socket = tmp_path / "s"
+    now = [0.0]
 
     def check(client: Client) -> None:
-        raise Unfit("its blocks have another size")
+        if client.pool.description.blocks != POOL["blocks"]:
+            raise Unfit("it has another size")
 
-    with closing(Mini(str(daemon.socket), check=check)) as engine:
-        assert engine.run("a", PROMPT).cached == 0
-        assert engine.link.attempts == 1
-        assert engine.link.unfit
+    def steps(engine: Mini, seconds: int) -> None:
+        for _ in range(seconds):
+            now[0] += 1
+            for _ in range(100):
+                engine.step()
+                if engine.link._thread is None:
+                    break
+                time.sleep(0.005)
+
+    with ExitStack() as stack:
+        with running(pools=[{**POOL, "blocks": 33}], socket=socket, code=None) as daemon:
+            engine = stack.enter_context(closing(Mini(str(socket), check=check, clock=lambda: now[0])))
+            assert engine.run("a", PROMPT).cached == 0
+            assert (engine.link.attempts, engine.link.unfit) == (1, "it has another size")
+            steps(engine, 29)
+            assert engine.link.attempts == 1
+            steps(engine, 61)
+            assert 3 <= engine.link.attempts <= 4
+            audit(daemon, sessions=0)
+            daemon.process.kill()
+            daemon.process.wait()
+        socket.unlink(missing_ok=True)
+        with running(pools=[POOL], socket=socket):
+            steps(engine, 31)
+            assert engine.link.unfit == ""
+            engine.run("b", PROMPT)
+            assert engine.run("c", PROMPT).cached == 24
+            stack.close()
+    assert len([each for each in caplog.records if "another size" in each.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["the scheduler's", "its own"])
+def test_memory_that_is_still_in_view_is_let_go_later(daemon: Running, joined: bool) -> None:
+    """After a loss the worker's memory cannot be unmapped while an array on it lives: its session is not called ended
+    until then, and is then."""
+    now = [0.0]
+    with closing(Mini(str(daemon.socket), clock=lambda: now[0])) as engine:
+        session = engine.link.session
+        assert session is not None
+        client = link.local[session.token]
+        if joined:
+            link.local.pop(session.token)
+        engine.run("a", PROMPT)
+        view = engine.worker._mappings[1].pool
+        assert view is not None
+        assert (engine.worker._mappings[1].client is not None) == joined
+        request = Request("b", list(PROMPT))
+        assert engine.planner.matched(request, 0) == 24
+        client._connection.lost("cut by the test")
+        del client
+        engine.planner._lost(Disconnected("cut by the test"))
+        now[0] += 100
+        _connect(engine)
+        for _ in range(3):
+            now[0] += 2
+            engine.step()
+        assert 1 in engine.link._old
+        audit(daemon, leased=24)
+        del view
+        now[0] += 2
+        engine.step()
+        engine.step()
+        assert not engine.link._old
+        audit(daemon, leased=0, sequences=0, quarantined=0)
+        engine.planner.finished(request)
+        assert engine.run("c", PROMPT).cached == 24
 
 
 def test_waiting_costs_next_to_nothing(daemon: Running) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -85,6 +87,39 @@ def test_a_block_that_is_written_again_is_no_longer_found() -> None:
     assert not peers.holds(again), "all its entries end with it"
     peers.close()
     two.close()
+    del blocks
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_region_that_is_let_go_ends(forked: bool) -> None:
+    """Without being closed: its entries end, though vLLM's tensors still have its memory, and nothing of it stays open.
+    A child that was forked and lets its copy go ends nothing."""
+    region, blocks = engine()
+    peers = Peers()
+    record = region.settle(3)
+    fd = region._fd
+    kept = region.memory
+    if forked:
+        child = os.fork()
+        if not child:
+            del region
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert peers.holds(record)
+        region.close()
+    else:
+        assert peers.holds(record)
+        del region
+        deadline = time.monotonic() + 10
+        while peers.holds(record):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    kept[:] = 1
+    peers.close()
     del blocks
 
 

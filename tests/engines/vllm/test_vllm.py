@@ -211,7 +211,8 @@ go = threading.Event()
 kept = worker._load
 worker._load = lambda job: go.wait(20) and kept(job)
 engine = llm.llm_engine
-engine.add_request("r", TokensPrompt(prompt_token_ids={ids}), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+how = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+engine.add_request("r", TokensPrompt(prompt_token_ids={ids}), how)
 for _ in range(5):
     engine.step()
 loading = len(worker._running)
