@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -366,16 +367,21 @@ class PoolCache(Cache):  # type: ignore[misc]
                 "Client(namespace=kvslot.engines.fingerprint.namespace(model))"
             )
         named = client.root if namespace is None else namespace
-        if isinstance(named, Namespace):
-            if not named.model:
-                raise BadRequest(
-                    "the namespace names no model: kvslot.engines.fingerprint.namespace(model) makes one that does"
-                )
-            known = fingerprint.known(model)
-            if known and named.model not in known:
-                raise BadRequest(
-                    "the namespace is another model's: what is cached there would be taken for this one's"
-                )
+        if isinstance(named, int):
+            opened = client.opened(named)
+            if opened is None:
+                raise BadRequest(f"namespace {named} was not opened by this client")
+            named = opened
+        if not named.model:
+            raise BadRequest(
+                "the namespace names no model: kvslot.engines.fingerprint.namespace(model) makes one that does"
+            )
+        if why := fingerprint.misfit(model, named):
+            raise BadRequest(
+                f"the namespace does not fit: {why}. What is cached there would be taken for this one's. "
+                "fingerprint.namespace(model) makes the right one; a name of your own is vouched for with "
+                "fingerprint.vouch(model, namespace)"
+            )
         self.client = client
         self.mode = mode
         self.shape = layout.shape_of(model)
@@ -393,7 +399,7 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._timeout = timeout
         self._publish = publish
         self._fed = False
-        self._hooks: list[Any] = []
+        self._model: Any = None  # a reference to it that does not keep it
         self.computed = 0
         """Tokens that were computed, in all rows, padding left out."""
         self.published = 0
@@ -521,9 +527,6 @@ class PoolCache(Cache):  # type: ignore[misc]
         if self._closed and not self._rows:
             return
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         try:
             self._undo()
             for row in self._rows:
@@ -553,7 +556,6 @@ class PoolCache(Cache):  # type: ignore[misc]
         if self._closed and not getattr(self, "_rows", None):
             return
         # At any moment, in any thread, in the middle of another call: whatever there is to say is said by the next one.
-        hooks, self._hooks = self._hooks, []
         rows = [
             (row.sequence, 0 if row.spoiled or not self._publish else row.written, row.hit)
             for row in self._rows
@@ -561,8 +563,6 @@ class PoolCache(Cache):  # type: ignore[misc]
         self._closed = True
 
         def leave() -> None:
-            for hook in hooks:
-                hook.remove()
             for sequence, written, hit in rows:
                 if written > hit:
                     with contextlib.suppress(KvslotError):
@@ -626,47 +626,18 @@ class PoolCache(Cache):  # type: ignore[misc]
     def _hook(self, model: Any) -> None:
         get_base = getattr(model, "get_base_model", None)  # PEFT generates with the model inside
         inner = get_base() if get_base is not None else model
-        mine = weakref.ref(self)
-        hooks = self._hooks  # held by the model, too: what the collector finds with the cache forgets what it refers to
-
-        # Other threads may run the same model with caches of their own.  torch looks up how a hook is called when it
-        # calls it: one that another thread's `close` has removed meanwhile gets no keyword arguments.  It is not this
-        # forward's anyway.
-        def before(module: Any, args: tuple[Any, ...], *more: Any) -> Any:
-            cache = mine()
-            if cache is None:
-                for hook in hooks:  # nobody closed it
-                    hook.remove()
-                return None
-            if not more or not cache._named(args, more[0]):
-                return None
-            return cache._begin(args, more[0])
-
-        def after(module: Any, args: tuple[Any, ...], *more: Any) -> None:
-            cache = mine()
-            if cache is None or len(more) < 2 or not cache._named(args, more[0]):
-                return
-            error = sys.exc_info()[1]
-            if more[1] is None or (error is not None and error is not cache._error):
-                cache._undo()  # it failed: at once, for until its step ends the session counts as stalled
-            else:
-                cache._end()
-
+        self._model = weakref.ref(inner)
+        self._inner = weakref.ref(inner)
+        self._tuned = fingerprint.tuned(inner)
+        self._force = fingerprint.in_force(self._tuned)
         self._random = [module for module in inner.modules() if _random(module)]
-        hooks += (
-            inner.register_forward_pre_hook(before, with_kwargs=True),
-            inner.register_forward_hook(after, with_kwargs=True, always_call=True),
-        )
+        with _hooking:
+            if _before not in inner._forward_pre_hooks.values():
+                inner.register_forward_pre_hook(_before, with_kwargs=True)
+            if _after not in inner._forward_hooks.values():
+                inner.register_forward_hook(_after, with_kwargs=True, always_call=True)
 
     # -- a forward ---------------------------------------------------------------------------------------------------
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward is given this cache."""
-        return (
-            kwargs.get("cache") is self
-            or kwargs.get("past_key_values") is self
-            or any(a is self for a in args)
-        )
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -1029,6 +1000,10 @@ class PoolCache(Cache):  # type: ignore[misc]
                 raise Unsupported(
                     f"a forward with {name}: K and V would depend on more than the tokens, and be wrong for others"
                 )
+        if not self._fed:
+            self._tuned = fingerprint.tuned(self._inner())  # adapters may have been loaded since
+        if fingerprint.in_force(self._tuned) != self._force:
+            raise BadRequest("other adapters are in force than when this PoolCache was made: make one for them")
         if any(module.training for module in self._random):
             raise Unsupported("a model in training mode, with dropout or noise: call model.eval() first")
         if past < self._width:
@@ -1076,6 +1051,35 @@ class PoolCache(Cache):  # type: ignore[misc]
 # -- inside ---------------------------------------------------------------------------------------------------------
 
 
+# One pair of hooks for each model, for good, and not one for each cache: other threads may run the same model with
+# caches of their own, and torch goes through a model's hooks without a lock, so that none may come or go meanwhile.
+_hooking: Final = threading.Lock()
+
+
+def _given(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PoolCache | None:
+    """The cache that a forward of a model is given, if it was made for that."""
+    for each in (kwargs.get("cache"), kwargs.get("past_key_values"), *args):
+        if isinstance(each, PoolCache) and each._model is not None and each._model() is module:
+            return each
+    return None
+
+
+def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cache = _given(module, args, kwargs)
+    return None if cache is None else cache._begin(args, kwargs)
+
+
+def _after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _given(module, args, kwargs)
+    if cache is None:
+        return
+    error = sys.exc_info()[1]
+    if output is None or (error is not None and error is not cache._error):
+        cache._undo()  # it failed: at once, for until its step ends the session counts as stalled
+    else:
+        cache._end()
+
+
 def _prompts(input_ids: Any, attention_mask: Any) -> tuple[Any, list[int]]:
     """The prompts as int32 (rows, width), and the padding in front of each."""
     ids = np.asarray(input_ids.cpu() if isinstance(input_ids, torch.Tensor) else input_ids)
@@ -1121,6 +1125,8 @@ def _rope_limit(model: Any) -> int:
                 config, "original_max_position_embeddings", None
             )
             limit = min(limit, int(own or config.max_position_embeddings))
+            if each.get("rope_type", each.get("type")) == "dynamic":
+                limit -= 1  # a sequence of just that length is computed as the one before it was, if that was longer
     return limit
 
 

@@ -290,7 +290,6 @@ def test_forgotten_in_the_middle_of_a_call(daemon: Running, model: Any) -> None:
     with engine(daemon, model, tenant=str(next(TENANTS))) as client:
         cache = PoolCache(client, model, tokens(20))
         model.generate(tokens(20), cache=cache, max_new_tokens=5)
-        hooks = len(model._forward_hooks)
         gc.disable()
         del cache
         with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +308,6 @@ def test_forgotten_in_the_middle_of_a_call(daemon: Running, model: Any) -> None:
         assert client._connection.fault is None
         client.settle()
         sound(daemon)
-        assert len(model._forward_hooks) == hooks - 1
         assert check_pool(client, model, tokens(20)) == 20
 
 

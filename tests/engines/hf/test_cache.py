@@ -449,29 +449,50 @@ def test_what_a_closed_cache_says(client: Client, model: Any) -> None:
     ):
         with pytest.raises(Ended):
             call()
-    with pytest.raises(OutOfTurn):  # its hooks are gone, so that nothing is prepared
+    with pytest.raises(Ended):
         told(model, tokens(20), cache)
 
 
 def test_caches_of_other_threads_on_the_same_model(daemon: Running, model: Any) -> None:
     """One that another thread opens or closes while a forward's hooks are being called is not that forward's."""
-    ids = rest = tokens(30)
+    ids = tokens(30)
     want = told(model, ids)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the forward")
+
     with (
         engine(daemon, model, tenant=str(next(TENANTS))) as client,
         engine(daemon, model, tenant=str(next(TENANTS))) as second,
         PoolCache(client, model, ids) as cache,
+        torch.no_grad(),
     ):
-        for register in (model.register_forward_pre_hook, model.register_forward_hook):
-            others: list[PoolCache] = []
-            hook = register(lambda *_, others=others: others[0].close())
-            others.append(PoolCache(second, model, tokens(9)))  # its hooks are called after that one
-            with torch.no_grad():
-                model(input_ids=rest, cache=cache)
-            assert others[0].closed
+        others: list[PoolCache] = []
+
+        def come_and_go(*_: object) -> None:
+            for other in others:
+                other.close()
+            others.append(PoolCache(second, model, tokens(9)))
+
+        for register, options in (
+            (model.register_forward_pre_hook, {}),
+            (model.register_forward_hook, {"always_call": True}),
+        ):
+            hook = register(come_and_go, **options)
+            others.append(PoolCache(second, model, tokens(9)))
+            broken = model.model.layers[1].register_forward_hook(fail)
+            with pytest.raises(RuntimeError, match="of the forward"):
+                model(input_ids=ids, cache=cache)
+            broken.remove()
+            model(input_ids=ids, cache=cache)
+            assert len(others) == 3
+            while others:
+                others.pop().close()
             hook.remove()
             cache.crop(-29)
-            rest = ids[:, 1:]
+            ids = ids[:, 1:]
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    ids = tokens(30)
     wrong: list[Any] = []
 
     def talk() -> None:
@@ -743,7 +764,7 @@ def test_rope_that_changes_with_length(daemon: Running) -> None:
     with engine(daemon, model) as client, PoolCache(client, model, tokens(30)) as cache:
         with pytest.raises(Unsupported, match="rope"):
             told(model, tokens(30), cache)
-        assert cache.get_seq_length() == 32
+        assert cache.get_seq_length() == 31
 
 
 # -- memory runs short ------------------------------------------------------------------------------------------------
