@@ -479,6 +479,10 @@ class Client:
             number = self._namespaces[namespace] = self._call(request, messages.Opened).namespace
         return number
 
+    def opened(self, number: int) -> Namespace | None:
+        """The namespace that this client has opened under a number."""
+        return next((each for each, one in self._namespaces.items() if one == number), None)
+
     def release(self, token: Token) -> None:
         """Ends another session of this process, one that lost its connection and of which nothing is in use."""
         self._call(messages.Release(self._session.next_id(), token.session, token.secret), Done)

@@ -142,7 +142,7 @@ def _filled(model: Any, client: Client, ids: Any, stack: ExitStack) -> dict[str,
     for mode in ("write_through", "gather"):
         found = caches[mode] = stack.enter_context(PoolCache(client, model, ids, mode=mode))
         model(input_ids=ids, cache=found, logits_to_keep=1)  # all but the last token of it are hits
-    apart = client.open_namespace(Namespace("scattered", "the same model"))
+    apart = client.open_namespace(fingerprint.vouch(model, Namespace("scattered", "the same model")))
     with _holes(client, context):
         scattered = stack.enter_context(PoolCache(client, model, ids, namespace=apart, publish=False))
     own = importlib.import_module("transformers").DynamicCache(config=model.config)
