@@ -13,7 +13,7 @@ WITHOUT = "torch and transformers are not installed: pip install 'kvslot[hf]'"
 torch: Any = pytest.importorskip("torch", reason=WITHOUT)
 transformers: Any = pytest.importorskip("transformers", reason=WITHOUT)
 
-from kvslot.api.client import Client  # noqa: E402
+from kvslot.api.client import Client, Namespace  # noqa: E402
 from kvslot.api.client.connection import Connection  # noqa: E402
 from kvslot.api.wire import BadRequest, Disconnected, KvslotError, NotFound, Unsupported  # noqa: E402
 from kvslot.engines import fingerprint  # noqa: E402
@@ -359,3 +359,45 @@ def test_events_are_the_users(model: Any) -> None:
             said += client.events()
         assert any(type(each).__name__ in ("Preempt", "Pressure") for each in said), said
         client.settle()
+
+
+# -- whose K and V ----------------------------------------------------------------------------------------------------
+
+
+def test_two_models_and_one_client(client: Client) -> None:
+    """A model that nobody has asked about yet is looked at before it writes under another's name."""
+    other = tiny(1)
+    with pytest.raises(BadRequest, match="another model's"):
+        PoolCache(client, other, tokens(20))
+    with pytest.raises(BadRequest, match="another model's"):
+        PoolCache(client, other, tokens(20), namespace=client.namespace)
+    with pytest.raises(BadRequest, match="not opened"):
+        PoolCache(client, other, tokens(20), namespace=1 << 40)
+    mine = fingerprint.vouch(other, Namespace("mine", "other"))
+    with torch.no_grad(), PoolCache(client, other, tokens(20), namespace=mine) as cache:
+        other(input_ids=tokens(20), cache=cache)
+
+
+def test_adapters_are_changed_under_a_name(daemon: Running) -> None:
+    """set_adapter before a cache is made, and between two of its forwards: refused, and nothing of it is written."""
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(tiny(), config, adapter_name="x").eval()
+    model.add_adapter("y", config)
+    model.set_adapter("x")
+    ids = tokens(20)
+    with engine(daemon, model, tenant=str(next(TENANTS))) as client, torch.no_grad():
+        with PoolCache(client, model, ids) as cache:
+            model.set_adapter("y")
+            with pytest.raises(BadRequest, match="other adapters"):
+                model(input_ids=ids, cache=cache)
+            with pytest.raises(BadRequest, match="adapters in force"):
+                PoolCache(client, model, ids)
+            model.set_adapter("x")
+            model(input_ids=ids, cache=cache)
+            model.set_adapter("y")
+            with pytest.raises(BadRequest, match="other adapters"):
+                model(input_ids=tokens(1), cache=cache)
+            model.set_adapter("x")
+            model(input_ids=tokens(1), cache=cache)
+        assert check_pool(client, model, torch.cat([ids, tokens(1)], 1)) == 21
