@@ -121,7 +121,7 @@ class Worker:
                 with self._changed:
                     self._loaded(load, good=good)
         present = orders.session.generation if orders.session is not None else 0
-        if len(self._mappings) > bool(present):
+        if len(self._mappings) > (present in self._mappings):
             self._retire(present)
 
     def end(self, orders: Orders) -> None:

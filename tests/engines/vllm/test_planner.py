@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -21,7 +22,7 @@ from kvslot.engines.vllm import link
 from kvslot.engines.vllm import planner as planner_module
 from kvslot.engines.vllm.blocks import EngineBlocks
 from kvslot.engines.vllm.link import Unfit
-from kvslot.engines.vllm.messages import Report
+from kvslot.engines.vllm.messages import Orders, Report
 from kvslot.engines.vllm.worker import Job, Worker
 
 from ...tools.daemon import Running, running
@@ -571,6 +572,20 @@ def test_memory_that_is_still_in_view_is_let_go_later(daemon: Running, joined: b
         audit(daemon, leased=0, sequences=0, quarantined=0)
         engine.planner.finished(request)
         assert engine.run("c", PROMPT).cached == 24
+
+
+def test_old_memory_goes_though_the_new_cannot_be_had_yet(daemon: Running) -> None:
+    """A worker that cannot join the present session lets go of an earlier one's memory all the same."""
+    with closing(Mini(str(daemon.socket))) as engine:
+        engine.run("a", PROMPT)
+        session = engine.link.session
+        assert session is not None
+        token = dataclasses.replace(session.token, session=session.token.session + 1)
+        absent = dataclasses.replace(session, generation=2, socket="/nowhere", token=token)
+        engine.worker.begin(Orders(absent))
+        report = engine.worker.report()
+        assert report is not None
+        assert report.closed == [1]
 
 
 def test_waiting_costs_next_to_nothing(daemon: Running) -> None:
