@@ -582,6 +582,7 @@ def test_old_memory_goes_though_the_new_cannot_be_had_yet(daemon: Running) -> No
         assert session is not None
         token = dataclasses.replace(session.token, session=session.token.session + 1)
         absent = dataclasses.replace(session, generation=2, socket="/nowhere", token=token)
+        report: Report | None = None
         for _ in range(1000):  # what prepares its pages ends first
             engine.worker.begin(Orders(absent))
             report = engine.worker.report()
