@@ -216,10 +216,11 @@ class Keys:
                 f"{young} was written after this process began, so it may not be what was loaded; "
                 "start vLLM in another process, or vouch for the files with model_revision"
             )
-        code = {each.relative_to(path).as_posix(): _file_digest(each) for each in code_of(path)}
         if facts.get("remote_code") and not revision and (away := _code_elsewhere(path)):
             raise ValueError(f"its code is {away}, in another repository: vouch for it with model_revision")
-        return "vllm:" + fingerprint.of_model(path, revision=revision, extra={**facts, "code": code})
+        # Which of the files vLLM takes which weights from.
+        index = {each.name: _file_digest(each) for each in sorted(path.glob("*.index.json"))}
+        return "vllm:" + fingerprint.of_model(path, revision=revision, extra={**facts, "index": index})
 
     def reset(self) -> None:
         """The weights have changed in memory: nothing of before is found from now on, and nothing by others."""
@@ -309,27 +310,30 @@ def written_since(folder: Path, since: float) -> str:
 
 
 def code_of(folder: Path) -> list[Path]:
-    """What beside weights and configuration decides what a model computes: code that it brings, where its
-    configuration names some, and which of its files vLLM takes which weights from."""
-    found = [each for each in folder.iterdir() if each.name.endswith(".index.json")]
-    if _auto_map(folder):
-        found += folder.rglob("*.py")
-    return sorted(found)
+    """The code that a model brings, which `fingerprint` digests: all of it, where its configuration names some."""
+    return sorted(folder.rglob("*.py")) if list(_auto_maps(_config(folder))) else []
 
 
-def _auto_map(folder: Path) -> str:
-    """The classes of its own that a model's configuration names, as JSON; "" where it names none."""
+def _config(folder: Path) -> object:
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        return json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:  # a folder of an adapter
-        return ""
-    auto = config.get("auto_map")
-    return json.dumps(auto, sort_keys=True) if auto else ""
+        return None
+
+
+def _auto_maps(config: object) -> Iterator[object]:
+    """Where a configuration, or one inside it, names classes of the model's own."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "auto_map":
+                yield value
+            else:
+                yield from _auto_maps(value)
 
 
 def _code_elsewhere(folder: Path) -> str:
     """A class that a model's configuration takes from another repository than its own; "" where there is none."""
-    named = re.search(r'"([^"]*--[^"]*)"', _auto_map(folder))
+    named = re.search(r'"([^"]*--[^"]*)"', json.dumps(list(_auto_maps(_config(folder)))))
     return named[1] if named else ""
 
 

@@ -127,9 +127,8 @@ class Link:
             local.pop(client.token, None)
             try:
                 client.close()
-            except (
-                BufferError
-            ):  # a view is alive somewhere in this process: its slots stay aside as long as that
+            except BufferError:
+                # A view is alive somewhere in this process: its slots stay aside as long as that.
                 if not self._leave_at:
                     log.warning(
                         "kvslot: memory of an earlier session is still in use, and is kept until it is not"

@@ -399,10 +399,12 @@ def test_the_models_own_code_counts(model: Path, tmp_path: Path) -> None:
     seen.add(told())
     seen.add(told(Settings(model_revision="v1")))
     assert len(seen) == 7
-    time.sleep(2 * CLOCKS_SECONDS)
-    began = time.time()
-    (model / "parts" / "rope.py").write_text("rope = 4")
-    assert "rope.py was written after" in told(since=began)
+    for changes in ({"auto_map": auto}, {"text_config": {"auto_map": auto}}):
+        tiny_model(model, **changes)
+        time.sleep(2 * CLOCKS_SECONDS)
+        began = time.time()
+        (model / "parts" / "rope.py").write_text("rope = 4")
+        assert "rope.py was written after" in told(since=began)
     tiny_model(model, auto_map={**auto, "AutoConfig": ["org/other--configuration.Own", None]})
     assert "org/other--configuration.Own, in another repository" in told(remote_code=True)
     assert "repository" not in told(remote_code=False)
