@@ -178,7 +178,11 @@ def of_model(model: Any, *, revision: str = "", extra: Mapping[str, object] | No
         # What rope makes of the configuration is taken in any case: a cast of the model may have rounded it.
         _take_weights(
             hashed,
-            ((name, value) for name, value, adapter, kept in _state(model) if not adapter and not (kept and revision)),
+            (
+                (name, value)
+                for name, value, adapter, kept in _state(model)
+                if not adapter and not (kept and revision)
+            ),
         )
     if revision:
         _take(hashed, "revision", revision)
@@ -337,7 +341,9 @@ def _buffers(module: Any) -> Iterator[tuple[str, Any]]:
 def _changed(module: Any) -> Iterator[str]:
     """What a rope that depends on the length changes as it goes; the first of it is kept beside it."""
     kinds = getattr(module, "rope_type", None)
-    for prefix, kind in [(f"{k}_", v) for k, v in kinds.items()] if isinstance(kinds, dict) else [("", kinds)]:
+    for prefix, kind in (
+        [(f"{k}_", v) for k, v in kinds.items()] if isinstance(kinds, dict) else [("", kinds)]
+    ):
         if kind in ("dynamic", "longrope") and hasattr(module, f"{prefix}original_inv_freq"):
             yield f"{prefix}inv_freq"
 

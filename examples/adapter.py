@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,11 +99,20 @@ class Engine:
     """Admits, runs in batches, publishes, gives back.  A step's results are taken in at the next one."""
 
     def __init__(
-        self, socket: str, *, page: int = 16, append: str = "", tenant: str = "", batch: int = 8
+        self,
+        socket: str,
+        *,
+        page: int = 16,
+        append: str = "",
+        tenant: str = "",
+        batch: int = 8,
+        patience: float = 30.0,
     ) -> None:
+        self.patience = patience  # seconds that the daemon may be away for
         self.socket, self.page, self.append, self.tenant, self.batch = socket, page, append, tenant, batch
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.planes: list[Any] = []  # empty: not connected
         self.flying: tuple[int, list[Request], list[int]] | None = None  # step, its rows, what they will say
         self.restarts = 0
         self.connect()
@@ -114,13 +124,13 @@ class Engine:
         layers = [name[:-2] for name in self.client.pool.planes if name.endswith(".k")]
         first = self.client.pool.planes[f"{layers[0]}.k"]
         self.model = Model(len(layers), *first.shape)
-        self.planes = [(self.client.pool.plane(f"{n}.k"), self.client.pool.plane(f"{n}.v")) for n in layers]
         self.namespace = self.client.open_namespace(Namespace(self.tenant, self.model.fingerprint()))
+        self.planes = [(self.client.pool.plane(f"{n}.k"), self.client.pool.plane(f"{n}.v")) for n in layers]
 
     # [end]
 
     def run(self, requests: list[Request]) -> None:
-        """Until all have their answers, whatever the daemon does meanwhile."""
+        """Until all have their answers, though the daemon goes meanwhile: if it is back within `patience` seconds."""
         self.waiting.extend(requests)
         while self.waiting or self.running or self.flying:
             try:
@@ -227,16 +237,25 @@ class Engine:
     # [recover]
     def recover(self) -> None:
         """The connection has ended.  The same daemon has kept everything; another one has nothing of ours."""
-        try:
-            self.client.reconnect()
-            lost = [each for each in self.running if each.sequence is None or each.sequence.ended]
-        except StaleSession:
-            lost = list(self.running)
-            self.planes = []
-            self.client.close()
-            self.connect()
-            self.flying = None
-        for request in lost:
+        end, pause = time.monotonic() + self.patience, 0.01
+        while True:
+            try:
+                if self.planes:
+                    self.client.reconnect()
+                else:
+                    self.connect()
+                break
+            except StaleSession:
+                self.flying, self.planes = None, []
+                self.client.close()  # no view of its memory is left
+            except Disconnected:  # it is down, and may be back in a moment
+                if not self.planes:
+                    self.client.close()
+                if time.monotonic() > end:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 1.0)
+        for request in [each for each in self.running if each.sequence is None or each.sequence.ended]:
             request.sequence = None
             self.running.remove(request)
             self.waiting.appendleft(request)

@@ -123,7 +123,9 @@ class Sequence(Table):
         """
         super()._check()
         client = self._client
-        if client._session.given_up and client._session.shown(self) > (self.length if keep_to is None else keep_to):
+        if client._session.given_up and client._session.shown(self) > (
+            self.length if keep_to is None else keep_to
+        ):
             client._catch_up()  # what is dropped may have been shown to others by a call that was interrupted
             super()._check()
         length = self.length

@@ -1003,7 +1003,9 @@ class PoolCache(Cache):  # type: ignore[misc]
         if not self._fed:
             self._tuned = fingerprint.tuned(self._inner())  # adapters may have been loaded since
         if fingerprint.in_force(self._tuned) != self._force:
-            raise BadRequest("other adapters are in force than when this PoolCache was made: make one for them")
+            raise BadRequest(
+                "other adapters are in force than when this PoolCache was made: make one for them"
+            )
         if any(module.training for module in self._random):
             raise Unsupported("a model in training mode, with dropout or noise: call model.eval() first")
         if past < self._width:

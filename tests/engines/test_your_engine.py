@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvslot.api import client as face
 from kvslot.api.client import Control
+from kvslot.api.wire import Disconnected
 from kvslot.engines import fingerprint
 
 from ..tools.daemon import Running, running
@@ -149,6 +153,51 @@ def test_another_daemon(
         finally:
             for each in there:
                 each.__exit__(None, None, None)
+
+
+def test_a_daemon_that_is_away_for_a_moment(
+    example: Any, want: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, and back a second later: the engine waits for it, but not for ever."""
+    socket = tmp_path / "s"
+    with running(pools=[{**POOL, "blocks": 257}], socket=socket, code=None) as daemon:
+        engine = example.Engine(str(socket), page=16)
+        steps, there = [0], []
+        step = engine.step
+
+        def kill() -> None:
+            steps[0] += 1
+            if steps[0] in (20, 100_000):
+                (there[-1] if there else daemon).process.kill()
+                (there[-1] if there else daemon).process.wait()
+            step()
+
+        with contextlib.ExitStack() as stack:
+            naps: list[float] = []
+
+            def nap(seconds: float) -> None:
+                naps.append(seconds)
+                if len(naps) == 4:
+                    there.append(
+                        stack.enter_context(
+                            running(pools=[{**POOL, "blocks": 257}], socket=socket, code=None)
+                        )
+                    )
+                time.sleep(seconds)
+
+            monkeypatch.setattr(engine, "step", kill)
+            monkeypatch.setattr(example, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+            engine.patience = 20.0
+            half = len(PROMPTS) // 2
+            assert answers(example, engine, prompts=PROMPTS[:half])[0] == want[:half]
+            assert len(naps) >= 4
+            count = len(naps)
+            engine.patience = 0.3
+            steps[0] = 99_999
+            with pytest.raises(Disconnected):
+                answers(example, engine, prompts=PROMPTS[half:])
+            assert len(naps) > count + 2
+            engine.close()
 
 
 def test_the_page_shows_the_example() -> None:

@@ -2,7 +2,8 @@
 
 Two engines in processes of their own take turns at them: in each round every dialogue that is still going on has one
 turn, by an engine drawn at random, so that one engine's history is the other's hit, if eviction has left it.  All share
-a beginning (the tools of an airline's agent), some turns ask for two beams or speculate.  The engine that answers
+a beginning (the tools of an airline's agent), some turns ask for two beams or speculate.  When one has ended, K and V
+of what is still cached of it are compared with those of the model.  The engine that answers
 without kvslot is a third process; it makes the answers that both must give.
 """
 
@@ -35,6 +36,7 @@ class Report:
     tokens: int = 0
     hits: int = 0
     evicted: int = 0
+    checked: int = 0  # tokens whose K and V in the pool were compared
     wrong: list[str] = field(default_factory=list)
 
 
@@ -125,6 +127,11 @@ def dialogues(
                         f"dialogue {number} of seed {seed}, {len(history)} tokens with {said['hits']} hit, {kind}"
                     )
                 history += want
+                if not left:
+                    try:
+                        report.checked += plain.do("check", ids=history)
+                    except RuntimeError as error:
+                        report.wrong.append(f"dialogue {number} of seed {seed}: {error}")
                 if tell is not None:
                     tell(
                         f"{report.turns} turns, {report.hits} of {report.tokens} tokens hit, {len(report.wrong)} wrong"

@@ -2,7 +2,8 @@
 
 The living engine and its victims draw from the same prompts, which share beginnings, so that it reads what they wrote,
 waits for what they compute, and is in their way for memory; the pool holds a part of all prompts.  Whatever is
-published by one that dies must be whole, and whatever it held must come back.
+published by one that dies must be whole, and whatever it held must come back.  Words alone would not tell: K and V that
+are found are compared with those of the model, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..tools import Worker, pooled, sound, tiny, tokens
+from ..tools import Worker, check_pool, engine, pooled, sound, tiny, tokens
 
 NEW = 24
 STEMS = 5
@@ -28,6 +29,7 @@ class Report:
     generations: int = 0
     hits: int = 0
     computed: int = 0
+    checked: int = 0  # tokens whose K and V in the pool were compared
     wrong: list[str] = field(default_factory=list)
 
 
@@ -57,7 +59,18 @@ def kills(count: int, *, seed: int = 1, append: str = "chain", tell: Any = None)
     }
     report = Report()
     # A tenth to a third of what all prompts and answers take.
-    with pooled(model, append=append, blocks=85) as daemon, Worker(daemon.socket) as living:
+    with (
+        pooled(model, append=append, blocks=85) as daemon,
+        Worker(daemon.socket) as living,
+        engine(daemon, model) as client,
+    ):
+
+        def look(ids: list[int], when: str) -> None:
+            try:
+                report.checked += check_pool(client, model, torch.tensor([[*ids, *want[tuple(ids)]]]))
+            except AssertionError as error:
+                report.wrong.append(f"{when} of seed {seed}: {error}")
+
         living.do("ready")
         victims = [Worker(daemon.socket)]
         for number in range(count):
@@ -99,6 +112,8 @@ def kills(count: int, *, seed: int = 1, append: str = "chain", tell: Any = None)
                 report.wrong.append(
                     f"kill {number} of seed {seed}: {len(mine)} tokens with {said['hits']} hit"
                 )
+            look(mine, f"kill {number}")
+            look(theirs, f"kill {number}")
             if tell is not None:
                 tell(report)
         for ids in asked:  # what is cached now, whoever computed it
@@ -108,6 +123,7 @@ def kills(count: int, *, seed: int = 1, append: str = "chain", tell: Any = None)
                 report.wrong.append(
                     f"after all kills of seed {seed}: {len(ids)} tokens with {said['hits']} hit"
                 )
+            look(ids, "after all kills")
         for each in victims:
             each.close()
         living.close()

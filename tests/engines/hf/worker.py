@@ -88,6 +88,10 @@ class Engine:
         out = self.model.generate(given, attention_mask=shown, max_new_tokens=new, do_sample=False, **options)
         return [row[given.shape[1] :] for row in out.tolist()]
 
+    def check(self, ids: list[int]) -> int:
+        """How much of a prompt is cached; raises where its K and V are not those that the model computes."""
+        return int(tools.check_pool(self.client, self.model, self.torch.tensor([ids])))
+
     def bytes_of(self, ids: list[int]) -> list[bytes]:
         """K and V of what is cached of a prompt, plane by plane, as they lie in the pool."""
         from kvslot.api.client import indices
