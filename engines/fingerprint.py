@@ -12,7 +12,7 @@ name says nothing: a folder may be filled anew, an adapter trained further under
 change what a cached token means is left out: paths, versions of software, how outputs are returned, the kernel that
 computes attention (its rounding differs in the last bits, as that of two GPUs does).  Of the code of a model its
 classes' names are part of it, and where it is not the libraries' own, its files.  Not seen are hooks, and whatever
-else is changed in methods of a model in memory (steering vectors, forwards that were replaced).  The layout of a slot (dtype,
+else is changed in methods of a model in memory (steering vectors, replaced forwards).  The layout of a slot (dtype,
 heads, widths) is not part of it either: it belongs to the pool, and `kvslot.engines.hf` compares it plane by plane.
 
 An engine whose bytes mean something of their own (vLLM's block size, layout name, instruction set, version) adds
@@ -83,7 +83,7 @@ def namespace(
     """The namespace for K and V that `model` computes: give it to `Client`, or to one request.
 
     `model`: a transformers model (a PEFT model, too), or the folder of one; what a folder's weights are made to be when
-    they are loaded (dtype, quantisation) is not seen there: say it with `extra`.  `adapter`: see `of_adapter`; where it is
+    they are loaded (dtype, quantisation) is not seen there: say it with `extra`.  `adapter`: see `of_adapter`; if it is
     None, the adapters in force in `model` are meant.  `revision`: stands for the weights, which are not read then.
     `extra`: what else must be equal, as plain values.
     """
@@ -137,7 +137,7 @@ def tuned(model: Any) -> list[Any]:
 
 
 def in_force(layers: list[Any]) -> Force:
-    """Which adapters those layers add, how much of each, and which are merged: equal as long as nobody has changed it."""
+    """Which adapters those layers add, how much of each, and which are merged; equal as long as nobody changes it."""
     return tuple(
         (
             tuple(layer.active_adapters),
@@ -356,7 +356,7 @@ def _changing(inner: Any) -> Iterator[str]:
 
 
 def _place(name: str, layers: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """A name as it is without adapters; and what follows within a layer that they are added to, if it is not its own."""
+    """A name as it is without adapters; and what follows in a layer that they are added to, if it is not its own."""
     plain: list[str] = []
     parts = name.split(".")
     for at, part in enumerate(parts):

@@ -753,7 +753,7 @@ class PoolCache(Cache):  # type: ignore[misc]
             self._end_step()
 
     def _break(self, row: _Row, error: BaseException) -> None:
-        """The row's tokens cannot be made to be what was fed: no more of it is published, and the cache is of no use."""
+        """The row's tokens cannot be made what was fed: no more of it is published, and the cache is of no use."""
         row.spoiled = True
         if self._broken is None:
             self._broken = Ended(

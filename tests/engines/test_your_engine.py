@@ -162,7 +162,8 @@ def test_a_daemon_that_is_away_for_a_moment(
     socket = tmp_path / "s"
     with running(pools=[{**POOL, "blocks": 257}], socket=socket, code=None) as daemon:
         engine = example.Engine(str(socket), page=16)
-        steps, there = [0], []
+        steps = [0]
+        there: list[Running] = []
         step = engine.step
 
         def kill() -> None:

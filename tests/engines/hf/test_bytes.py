@@ -1,4 +1,4 @@
-"""K and V in the pool are those of the tokens they are found by, whatever went wrong meanwhile; words would not say so."""
+"""K and V in the pool are those of the tokens they are found by, whatever went wrong; words would not say so."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_the_oracle_sees_a_wrong_byte(client: Client, model: Any) -> None:
         slot = cache.sequences[0].slot_of(11)
     assert check_pool(client, model, ids) == 30
     client.pool.tensor("1.k")[slot, 1, 3] += 0.5
-    with pytest.raises(AssertionError, match="k of layer 1 is off by .* at token 11 of 30, from token 11 on"):
+    with pytest.raises(
+        AssertionError, match=r"k of layer 1 is off by .* at token 11 of 30, from token 11 on"
+    ):
         check_pool(client, model, ids)
 
 
@@ -63,7 +65,7 @@ def test_the_oracle_sees_a_wrong_byte(client: Client, model: Any) -> None:
 @pytest.mark.parametrize("how", [socket.SHUT_RD, socket.SHUT_RDWR])
 @pytest.mark.parametrize("more", [0, 1])
 def test_cut_in_mid_append(client: Client, model: Any, mode: str, how: int, more: int) -> None:
-    """Tokens appended to one row, and not to the next, are taken back without the wire, and fed again in their place."""
+    """Tokens appended to one row, and not to the next, are taken back without the wire, and fed again."""
     ids, after = torch.cat([tokens(20, 1), tokens(20, 2)]), tokens(400, 9)
     with torch.no_grad():
         with PoolCache(client, model, ids, mode=mode) as cache:
@@ -88,7 +90,7 @@ def test_cut_in_mid_append(client: Client, model: Any, mode: str, how: int, more
 
 
 def test_cut_at_any_frame(daemon: Running, model: Any) -> None:
-    """Whichever receive or send of a dialogue is the last of its connection: the same cache goes on, or says it cannot."""
+    """Whichever receive or send is the last of its connection: the same cache goes on, or says that it cannot."""
     ids, after = torch.cat([tokens(20, 1), tokens(20, 2)]), tokens(90, 9)
 
     def talk(client: Client, cut: int) -> int:
@@ -141,7 +143,7 @@ def test_cut_at_any_frame(daemon: Running, model: Any) -> None:
 
 
 def test_a_roll_back_that_fails(client: Client, model: Any) -> None:
-    """Told tokens need the wire to be taken back: a crop that could not ends the cache, and nothing wrong is published."""
+    """To take back told tokens takes the wire: a crop that could not ends the cache, and publishes nothing wrong."""
     ids, after = torch.cat([tokens(20, 1), tokens(20, 2)]), tokens(40, 9)
     with torch.no_grad():
         with PoolCache(client, model, ids) as cache:
@@ -312,7 +314,7 @@ def test_forgotten_in_the_middle_of_a_call(daemon: Running, model: Any) -> None:
 
 
 def test_a_forward_that_fails_ends_its_step(client: Client, model: Any) -> None:
-    """At once: a session whose step goes on counts as stalled.  An error that the caller handles meanwhile is not its."""
+    """At once: a session whose step goes on counts as stalled.  An error that the caller is handling is not its."""
     ids = tokens(20)
 
     def fail(*_: object) -> None:
@@ -339,6 +341,12 @@ def test_a_forward_that_fails_ends_its_step(client: Client, model: Any) -> None:
     check_pool(client, model, ids, 20)
 
 
+def _until_room_is_short(model: Any, old: PoolCache, young: PoolCache) -> None:
+    for step in range(100):
+        for cache in (old, young):
+            model(input_ids=tokens(1 if step else 100, step or 1 + (cache is young)), cache=cache)
+
+
 def test_events_are_the_users(model: Any) -> None:
     """Waiting for room leaves what the daemon says to whoever asks for it."""
     settings: dict[str, Any] = {"preempt_deadline_ms": 200, "reclaim_patience_ms": 5, "fence_patience_ms": 5}
@@ -347,15 +355,13 @@ def test_events_are_the_users(model: Any) -> None:
         engine(daemon, model) as client,
     ):
         said: list[Any] = []
-        with torch.no_grad(), PoolCache(client, model, tokens(100, 1), timeout=1) as old:
-            with PoolCache(client, model, tokens(100, 2), timeout=1) as young:
-                with pytest.raises(KvslotError):
-                    for step in range(100):
-                        for cache in (old, young):
-                            model(
-                                input_ids=tokens(1 if step else 100, step or 1 + (cache is young)),
-                                cache=cache,
-                            )
+        with (
+            torch.no_grad(),
+            PoolCache(client, model, tokens(100, 1), timeout=1) as old,
+            PoolCache(client, model, tokens(100, 2), timeout=1) as young,
+        ):
+            with pytest.raises(KvslotError):
+                _until_room_is_short(model, old, young)
             said += client.events()
         assert any(type(each).__name__ in ("Preempt", "Pressure") for each in said), said
         client.settle()
