@@ -138,7 +138,10 @@ class Planner:
         self._clock = clock
         self._entries: dict[str, Entry | None] = {}  # by request; None: it goes without
         self._numbers: dict[int, Entry] = {}  # until nothing of them is under way
-        self._suspects: dict[int, Entry] = {}  # requests whose blocks vLLM holds and has not computed yet
+        self._loading: dict[
+            int, str
+        ] = {}  # requests by entry, until their load is reported, though the session be lost
+        self._suspects: set[str] = set()  # requests whose blocks vLLM shares out and has not computed yet
         self._last = 0
         self._loads: list[Load] = []
         self._void = False  # whether the worker is to be told of a reset
@@ -195,6 +198,7 @@ class Planner:
             )
         )
         entry.loading = True
+        self._loading[entry.number] = request.request_id
         self._counts.loaded_tokens += external
 
     def step(
@@ -244,6 +248,9 @@ class Planner:
                 self._spoil(each)
         for number in report.failed:
             entry = self._numbers.get(number)
+            name = self._loading.pop(number, "")
+            if report.poisoned and name in self._entries:
+                self._suspects.add(name)
             if entry is None or not entry.ended:  # else the copy may have stopped because nobody wanted it
                 self._counts.load_failures += 1
                 self._failed += 1
@@ -252,8 +259,6 @@ class Planner:
                 entry.loadable = False
                 if entry.stores:  # ordered before this was known
                     self._spoil(entry)
-                if report.poisoned:
-                    self._suspects[number] = entry
                 if self._valid is not None:
                     entry.there = entry.ordered = 0  # they were revoked: what is computed instead is stored
                 self._copied(entry, load=True)
@@ -261,6 +266,7 @@ class Planner:
                 self._counts.late += 1
         for number in report.loaded:
             entry = self._numbers.get(number)
+            self._loading.pop(number, None)
             self._failed = 0
             if entry is not None:
                 self._copied(entry, load=True)
@@ -290,6 +296,7 @@ class Planner:
         if self._requests is not None:
             self._requests.pop(request.request_id, None)
             self._fresh.discard(request.request_id)
+        self._suspects.discard(request.request_id)
         entry = self._entries.pop(request.request_id, None)
         if entry is not None:
             entry.ended = True
@@ -351,9 +358,7 @@ class Planner:
         entry = Entry(self._last, self._link.generation, request, sequence, there, storing, ordered=there)
         self._numbers[entry.number] = entry
         if self._suspects:
-            self._suspects = {k: v for k, v in self._suspects.items() if not v.ended}
-            if self._suspects:
-                self._spoil(entry)
+            self._spoil(entry)
         if self._valid is not None:
             self._look(entry)
             there = entry.there

@@ -245,6 +245,28 @@ def test_what_was_ordered_before_a_failed_load_was_known_is_not_published(daemon
     audit(daemon, cached=32, sequences=0)
 
 
+def test_a_session_lost_under_such_a_load_is_no_way_around(daemon: Running) -> None:
+    """The request that computes the blocks anew is remembered over the loss, until it ends and no longer."""
+    now = [0.0]
+    mini = Mini(str(daemon.socket), asynchronous=False, worker=_failing, clock=lambda: now[0])
+    with closing(mini) as engine:
+        engine.run("a", PROMPT[:17])
+        request = Request("b", list(PROMPT))
+        assert engine.admit(request) == 16
+        orders = engine.order({request: 3})
+        engine.planner._lost(Disconnected("cut by the test"))
+        now[0] += 100
+        _connect(engine)
+        engine.carry_out(orders, {request: 3})
+        assert request.failed
+        engine.run("c", [*PROMPT[:16], *range(20)])
+        assert engine.planner.statistics().stored_tokens == 16
+        engine.finish(request)
+        now[0] += 100
+        engine.run("d", list(range(300, 317)))
+        assert engine.planner.statistics().stored_tokens == 32
+
+
 def _failing(engine: EngineBlocks) -> Worker:
     class Failing(Worker):
         def _load(self, job: Job) -> bool:
