@@ -145,10 +145,12 @@ def shape_of(model: Any) -> Shape:
 
 
 def _both_ways(config: Any) -> bool:
-    return (
-        bool(getattr(config, "use_bidirectional_attention", False))
-        or getattr(config, "is_causal", True) is False
-    )
+    """Whether text sees what comes after it.  "vision" means images alone, and those are refused with their forward."""
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return True
+    if getattr(config, "is_decoder", None) is False and not str(config.model_type).startswith("gpt_neox"):
+        return True  # the BERT family; GPT-NeoX has the key, and is causal whatever it says
+    return getattr(config, "is_causal", None) is False
 
 
 def check(pool: PoolMemory, shape: Shape) -> None:

@@ -103,7 +103,8 @@ def test_cut_at_any_frame(daemon: Running, model: Any) -> None:
                 self._socket.shutdown(socket.SHUT_RDWR)
             return original(self, *args)
 
-        with pytest.MonkeyPatch.context() as patch, PoolCache(client, model, ids) as cache:
+        with PoolCache(client, model, ids) as cache, pytest.MonkeyPatch.context() as patch:
+            cache.sequences[0].reserve(cache.sequences[0].room + 40)  # the rows ask for more at other times
             for name in ("send", "receive"):
                 original = getattr(Connection, name)
                 patch.setattr(
@@ -277,9 +278,17 @@ def test_models_of_another_kind(name: str) -> None:
 
 def test_models_that_look_ahead() -> None:
     """Where tokens see those after them, a prefix has no K and V of its own."""
-    config = transformers.GemmaConfig(use_bidirectional_attention=True, dtype=torch.float32)
-    with pytest.raises(Unsupported, match="see those after them"):
-        shape_of(config)
+    for config in (
+        transformers.GemmaConfig(use_bidirectional_attention=True, dtype=torch.float32),
+        transformers.BertConfig(dtype=torch.float32),
+    ):
+        with pytest.raises(Unsupported, match="see those after them"):
+            shape_of(config)
+    for config in (
+        transformers.BertConfig(is_decoder=True, dtype=torch.float32),
+        transformers.GPTNeoXConfig(dtype=torch.float32),
+    ):
+        assert shape_of(config)
 
 
 # -- at any moment ----------------------------------------------------------------------------------------------------
@@ -347,7 +356,7 @@ def _until_room_is_short(model: Any, old: PoolCache, young: PoolCache) -> None:
             model(input_ids=tokens(1 if step else 100, step or 1 + (cache is young)), cache=cache)
 
 
-def test_events_are_the_users(model: Any) -> None:
+def test_events_are_the_users(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for room leaves what the daemon says to whoever asks for it."""
     settings: dict[str, Any] = {"preempt_deadline_ms": 200, "reclaim_patience_ms": 5, "fence_patience_ms": 5}
     with (
@@ -360,8 +369,10 @@ def test_events_are_the_users(model: Any) -> None:
             PoolCache(client, model, tokens(100, 1), timeout=1) as old,
             PoolCache(client, model, tokens(100, 2), timeout=1) as young,
         ):
+            monkeypatch.setattr(Client, "events", lambda *_: pytest.fail("taken away from the user"))
             with pytest.raises(KvslotError):
                 _until_room_is_short(model, old, young)
+            monkeypatch.undo()
             said += client.events()
         assert any(type(each).__name__ in ("Preempt", "Pressure") for each in said), said
         client.settle()
