@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
         tests = types.ModuleType("tests")
         tests.__path__ = [str(Path(__file__).resolve().parents[2])]
         sys.modules["tests"] = tests
-    parser = argparse.ArgumentParser(prog="engines/hf", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="engines/hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--dialogues", type=int, default=50, help="of several turns each (default %(default)s)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -441,12 +441,13 @@ def test_what_a_closed_cache_says(client: Client, model: Any) -> None:
     cache.close()
     assert cache.closed
     assert repr(cache) == "<PoolCache, closed>"
-    for call in (
+    calls: list[Callable[[], None]] = [
         lambda: cache.crop(-1),
         lambda: cache.reorder_cache(torch.tensor([0])),
         lambda: cache.batch_select_indices([0]),
         lambda: cache.batch_repeat_interleave(2),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(Ended):
             call()
     with pytest.raises(Ended):
