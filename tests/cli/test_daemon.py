@@ -155,7 +155,9 @@ def test_settings_latency_and_a_drain_of_a_real_daemon(capsys: pytest.CaptureFix
         assert not rows["sessions_max"]["changeable"]
         assert "did you mean" in told(capsys, daemon, "set", "drain_secs", "30", code=2)
         assert "drain_seconds" in told(capsys, daemon, "set", "sessions_max", "30", code=2)
-        assert "allowed: from 0 to 3_600 seconds" in told(capsys, daemon, "set", "drain_seconds", "-1", code=2)
+        assert "allowed: from 0 to 3_600 seconds" in told(
+            capsys, daemon, "set", "drain_seconds", "-1", code=2
+        )
         counts = {row["verb"]: row["count"] for row in document(capsys, daemon, "latency")["rows"]}
         assert counts["Allocate"] == counts["Hello"] == 1
         assert "nobody waits" in told(capsys, daemon, "tickets")

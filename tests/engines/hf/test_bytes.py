@@ -111,7 +111,14 @@ def test_cut_at_any_frame(daemon: Running, model: Any) -> None:
                 patch.setattr(
                     Connection, name, lambda self, *a, original=original: lose(self, *a, original=original)
                 )
-            ends = (0, 9, 79, 80, 84, 90)  # the long one asks for room and waits for it, when one row has been served
+            ends = (
+                0,
+                9,
+                79,
+                80,
+                84,
+                90,
+            )  # the long one asks for room and waits for it, when one row has been served
             pieces = [ids, *(after[:, at:end].repeat(2, 1) for at, end in pairwise(ends))]
             for piece in pieces:
                 for _ in range(2):
