@@ -627,7 +627,6 @@ class PoolCache(Cache):  # type: ignore[misc]
         get_base = getattr(model, "get_base_model", None)  # PEFT generates with the model inside
         inner = get_base() if get_base is not None else model
         self._model = weakref.ref(inner)
-        self._inner = weakref.ref(inner)
         self._tuned = fingerprint.tuned(inner)
         self._force = fingerprint.in_force(self._tuned)
         self._random = [module for module in inner.modules() if _random(module)]
@@ -1001,7 +1000,7 @@ class PoolCache(Cache):  # type: ignore[misc]
                     f"a forward with {name}: K and V would depend on more than the tokens, and be wrong for others"
                 )
         if not self._fed:
-            self._tuned = fingerprint.tuned(self._inner())  # adapters may have been loaded since
+            self._tuned = fingerprint.tuned(self._model())  # adapters may have been loaded since
         if fingerprint.in_force(self._tuned) != self._force:
             raise BadRequest(
                 "other adapters are in force than when this PoolCache was made: make one for them"
