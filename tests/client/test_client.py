@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -636,6 +637,53 @@ def test_second_runs_go_back_under_pressure(path: str) -> None:
                 old.events(timeout=0.02)
         else:
             raise AssertionError("the room given back did not reach the one that waits")
+
+
+def test_a_roll_back_needs_no_connection(path: str) -> None:
+    """What nobody was told of goes while the reply to a call is lost; what a lost call may have told waits for it."""
+    with Client(path) as client:
+        sequence = client.admit(range(9300, 9330))
+        other = client.admit(range(9400, 9430))
+        for i in range(5):
+            sequence.append(i)
+            other.append(i)
+        client._connection._socket.shutdown(socket.SHUT_RD)
+        with pytest.raises(Disconnected):
+            other.commit()
+        sequence.trim(keep_to=31)
+        assert sequence.length == 31
+        with pytest.raises(Disconnected):
+            other.trim(keep_to=31)  # it may be published
+        client.reconnect()
+        assert [sequence.length, other.length] == [31, 35]
+        sequence.append(50)
+        assert sequence.commit() == 32
+        assert client.probe([*range(9300, 9330), 0, 50, 1]) == 32
+
+
+def test_what_a_finalizer_leaves_to_the_next_use(path: str) -> None:
+    """Deferred calls are made once, at the beginning of a call, and what they post leaves with it."""
+    with Client(path) as client:
+        sequences = [client.admit(range(9700 + 10 * n, 9710 + 10 * n)) for n in range(3)]
+        for use, sequence in zip(
+            (client.flush, client.submit, lambda: client.probe([1])), sequences, strict=True
+        ):
+            client.defer(sequence.free)
+            assert not sequence.ended
+            use()
+            assert sequence.ended
+        client.complete()
+        assert client.sequences == []
+
+
+def test_waiting_leaves_events_to_their_reader(path: str) -> None:
+    """`wait` returns when something was pushed, or in time, and takes nothing away."""
+    with Client(path) as client:
+        client.wait(0.01)
+        assert client.events() == []
+        client._session._push(Draining(5))
+        client.wait(0.01)
+        assert client.events() == [Draining(5)]
 
 
 def test_a_lost_connection_is_taken_up_again(path: str) -> None:
