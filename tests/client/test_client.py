@@ -665,9 +665,8 @@ def test_what_a_finalizer_leaves_to_the_next_use(path: str) -> None:
     """Deferred calls are made once, at the beginning of a call, and what they post leaves with it."""
     with Client(path) as client:
         sequences = [client.admit(range(9700 + 10 * n, 9710 + 10 * n)) for n in range(3)]
-        for use, sequence in zip(
-            (client.flush, client.submit, lambda: client.probe([1])), sequences, strict=True
-        ):
+        uses: list[Callable[[], object]] = [client.flush, client.submit, lambda: client.probe([1])]
+        for use, sequence in zip(uses, sequences, strict=True):
             client.defer(sequence.free)
             assert not sequence.ended
             use()
