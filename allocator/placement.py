@@ -225,7 +225,7 @@ class Placement:
             return []
         if not own:
             return runs.take_cells(cells, kind, group)
-        return own + runs.take_cells(cells, kind, group) if cells else own
+        return joined(own + runs.take_cells(cells, kind, group) if cells else own)
 
     def _hand_on(self, cells: int, kind: int, group: int, now: float, own: list[int]) -> int:
         """Evicts for up to `cells` cells; what victims leave in whole cells goes straight onto `own`; returns how many.

@@ -37,6 +37,8 @@ from itertools import islice
 
 import numpy as np
 
+from kvslot.allocator.extents import joined
+
 LONG = 64  # cells from which a request is served from the stock first
 EXACT = 512  # cell counts below have a class each
 CELL_CLASSES = EXACT + 22 * 16 + 1
@@ -132,6 +134,7 @@ class FreeRuns:
         out: list[int] = []
         if self.stocked and cells >= self.long:
             cells -= self._from_stock(cells, out)
+            out = joined(out)
             if not cells:
                 self._placed(out, kind, group)
                 return out
@@ -159,7 +162,7 @@ class FreeRuns:
                     self.occupied = occupied
                     self._from_stock(cells, out)  # whole cells are nowhere else
                     self._placed(out, kind, group)
-                    return out
+                    return joined(out)
                 run = classes[c].popitem()[0]
             # The cut of `take_within`, written out: in a full pool a long prompt takes one run after the other.
             if not classes[c]:
@@ -251,8 +254,11 @@ class FreeRuns:
             last = (run + got - 1) // self.block_size
             self.block_kind[last] = kind
             self.block_group[last] = group
-            out.append(run)
-            out.append(got)
+            if out and out[-2] + out[-1] == run:  # only what was in stock has a free neighbour
+                out[-1] += got
+            else:
+                out.append(run)
+                out.append(got)
             n -= got
             if not n:
                 return out

@@ -151,9 +151,8 @@ class Engine:
             if isinstance(found, Later):
                 request.ticket = found.ticket
                 if not self.running and not self.flying:
-                    self.client.events(
-                        found.retry_after_ms / 1e3
-                    )  # nothing else to do: until Ready, or a while
+                    # Nothing else to do: until Ready, or a while.
+                    self.client.events(found.retry_after_ms / 1e3)
                 return
             if isinstance(found, Never):
                 raise MemoryError(
