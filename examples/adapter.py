@@ -155,9 +155,7 @@ class Engine:
                     self.client.events(found.retry_after_ms / 1e3)
                 return
             if isinstance(found, Never):
-                raise MemoryError(
-                    f"{len(tokens)} tokens will never fit: {found.limit} slots are all there is"
-                )
+                raise MemoryError(f"{len(tokens)} tokens never fit: there are {found.limit} slots")
             request.sequence, request.ticket, request.computed = found, 0, found.hit
             request.hits += found.hit
             self.running.append(self.waiting.popleft())
