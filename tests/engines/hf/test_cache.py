@@ -520,7 +520,7 @@ def test_caches_of_other_threads_on_the_same_model(daemon: Running, model: Any) 
 def test_the_prompt_is_there_before_the_answer(client: Client, daemon: Running, model: Any) -> None:
     """Right after the prefill others hit the prompt, after each of its chunks if it is fed in those."""
     ids = tokens(80)
-    seen = []
+    seen: list[int] = []
     namespace = client.root
     with Client(str(daemon.socket), namespace=namespace, map=False) as other:
 
