@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from kvslot.allocator import Admitted
 from kvslot.benchmarks.measure import Quantiles, clock, clock_cost_ns, quantiles, quiet_collector
 from kvslot.benchmarks.packing import pack
-from kvslot.benchmarks.report import Document, Result, budgets, meta, result
+from kvslot.benchmarks.report import Document, Result, budgets, check_groups, meta, result
 from kvslot.benchmarks.traffic import Chained, Filling, Ours, Shape, Short, branch, noise, text
 from kvslot.daemon.collector import Collector, CollectorStatistics
 from kvslot.replay.policies.hashed import Shortage
@@ -502,9 +502,7 @@ def run(
     report: Progress | None = None,
 ) -> Document:
     """Measures the budgets of `groups`, in order of GROUPS.  Raises ValueError for an unknown group."""
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise ValueError(f"no group is called {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    check_groups(groups, GROUPS)
     wanted = [group for group in GROUPS if group in groups]
     began = time.monotonic()
     size = QUICK if quick else FULL

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from kvslot.benchmarks.report import Document, Result, meta, result
+from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
 
 GROUPS: Final = ("hf", "vllm")
 NEEDS: Final = {"hf": "torch, transformers", "vllm": "vllm"}
@@ -110,9 +110,7 @@ def run(
     report: Progress | None = None,
 ) -> Document:
     """Measures the groups; raises ValueError for an unknown one."""
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise ValueError(f"no group is called {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    check_groups(groups, GROUPS)
     began = time.monotonic()
     about = meta(
         list(groups), quick=quick, seed=seed, cost_ns=0, command=command, suite="engines",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvslot.benchmarks.report import Document, Result, meta, result
+from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
 from kvslot.benchmarks.rig import Daemon, Peer, inspect
 from kvslot.benchmarks.rpc import Progress
 from kvslot.benchmarks.traffic import noise
@@ -104,9 +104,7 @@ def run(
     report: Progress | None = None,
 ) -> Document:
     """Measures; raises ValueError for an unknown group."""
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise ValueError(f"no group is called {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    check_groups(groups, GROUPS)
     began = time.monotonic()
     about = meta(
         list(groups),

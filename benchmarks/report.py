@@ -114,6 +114,13 @@ class Document(msgspec.Struct, kw_only=True):
         return [result for result in self.results if result.ok is False]
 
 
+def check_groups(groups: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ValueError for a group that a suite does not have."""
+    for group in groups:
+        if group not in known:
+            raise ValueError(f"no group is called {group!r}; there are {', '.join(known)}")
+
+
 @cache
 def budgets(suite: str = "core") -> dict[str, Budget]:
     """The budgets of a suite by result name."""

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 from kvslot.api.client import Client
 from kvslot.api.wire import Namespace
 from kvslot.benchmarks.paths import hold
-from kvslot.benchmarks.report import Document, Meta, Result, meta, result
+from kvslot.benchmarks.report import Document, Meta, Result, check_groups, meta, result
 from kvslot.benchmarks.rig import (
     ALLOCATE,
     BATCH,
@@ -640,9 +640,7 @@ def run(
 
     Without a C compiler nothing is measured, and `meta.skipped` says why.  `fifo` asks for SCHED_FIFO in rounds.
     """
-    unknown = [group for group in groups if group not in GROUPS]
-    if unknown:
-        raise ValueError(f"no group is called {unknown[0]!r}; there are {', '.join(GROUPS)}")
+    check_groups(groups, GROUPS)
     wanted = [group for group in GROUPS if group in groups]
     began = time.monotonic()
     realtime = Realtime(fifo)

@@ -203,7 +203,7 @@ class Server:
             connection.fault(fault)
             code, message = BadRequest.code, str(fault)
         else:
-            return reply  # type: ignore[return-value]  # Batchable verbs answer with a BatchReply
+            return reply  # type: ignore[return-value]  # a handler's type covers all verbs; a Batchable one's reply is this
         self.latency.refused[kind] = self.latency.refused.get(kind, 0) + 1
         return messages.Error(0, code, message)
 

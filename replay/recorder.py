@@ -303,9 +303,11 @@ class Recorder:
         taken = len(self.pictures)
         return taken < len(PICTURE_AT) and self.progress(now) >= PICTURE_AT[taken]
 
-    def picture(self, now: float, blocks: bytes) -> None:
-        share = self.progress(now)
-        while self.picture_due(now):
+    def picture(self, now: float, blocks: bytes, share: float | None = None) -> None:
+        """`share` of the run, where the caller knows it and this recorder does not."""
+        if share is None:
+            share = self.progress(now)
+        while len(self.pictures) < len(PICTURE_AT) and share >= PICTURE_AT[len(self.pictures)]:
             self.pictures.append(Picture(time_s=now, progress=share, blocks=blocks))
 
 

@@ -236,8 +236,8 @@ class Table:
         return self._slot
 
     def _ask(self) -> None:
-        """Has room asked for with the next frame.  Each client has its own way: a table alone has no connection."""
-        raise NotImplementedError
+        """Has room asked for with the next frame."""
+        raise NotImplementedError  # a table alone has no connection; who advances by `_advance` says how to ask
 
     def _check(self) -> None:
         if self._fault is not None:

@@ -149,7 +149,7 @@ class _Read:
 
 
 # The checkers do without the extras, so they do not know what these are.
-class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
+class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # see above
     """K and V of one layer."""
 
     is_compileable = False
@@ -327,7 +327,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]
             self.value_scratch = self.value_scratch.index_select(0, rows)
 
 
-class PoolCache(Cache):  # type: ignore[misc]
+class PoolCache(Cache):  # type: ignore[misc]  # as above: a class that the checkers do not know
     """The cache of one `generate`: give it as `cache=`, and close it (or use `with`) when that has ended."""
 
     _closed = True  # until it holds something

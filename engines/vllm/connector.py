@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvslot")
 
 
+# The checkers do without vLLM, so they do not know the classes that these three extend.
 @dataclass
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]
     orders: Orders
@@ -69,7 +70,7 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        raise NotImplementedError("there is one worker")
+        raise AssertionError("engines of several workers are refused when they start")
 
 
 _NOTHING = _Metadata(Orders())

@@ -370,6 +370,7 @@ def allocation(blocks: int, keep: Callable[[Region], None]) -> Any:
     """A context in which torch's one large allocation of zero bytes is a region; `keep` gets it."""
     import torch  # pyright: ignore[reportMissingImports] - an extra
 
+    # The checkers do without torch, so they do not know this class.
     class Allocation(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ every baseline asks to be called at least every `NOTED_EVERY` tokens, whether it
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 import numpy as np
@@ -50,7 +51,7 @@ class OutOfTurn(Misuse):
     """The request is live, but this call does not fit its state (twice prefilled, finished before, grown too far)."""
 
 
-def prompt_length(request: int, tokens: bytes, live: object) -> int:
+def prompt_length(request: int, tokens: bytes, live: Container[int]) -> int:
     """Tokens in a prompt that may be admitted.  Raises EmptyPrompt, NotTokens, RequestIsLive.
 
     `live` is the policy's container of live requests, asked with `in`."""
@@ -59,7 +60,7 @@ def prompt_length(request: int, tokens: bytes, live: object) -> int:
     length, rest = divmod(len(tokens), TOKEN_BYTES)
     if rest:
         raise NotTokens(f"request {request}: {len(tokens)} bytes are no whole number of int32 tokens")
-    if request in live:  # type: ignore[operator]
+    if request in live:
         raise RequestIsLive(f"request {request} is live already")
     return length
 

@@ -306,8 +306,7 @@ class _Watch:
         share = self._share()
         if taken < len(PICTURE_AT) and share >= PICTURE_AT[taken]:
             blocks = _picture(self._control, self._config)
-            self.recorder.progress = lambda now: share  # type: ignore[method-assign]
-            self.recorder.picture(until, blocks)
+            self.recorder.picture(until, blocks, share)
 
     def _totals(self) -> Totals:
         board = self._board
