@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from kvslot.engines.sizes import size
 from kvslot.engines.vllm.region import record_bytes
 
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float": 4, "half": 2}
@@ -61,13 +62,13 @@ def configuration(
     """The file's text.  Raises Unknown, and OSError where there is no config.json."""
     config = json.loads((folder / "config.json").read_text())
     dtype = chosen_dtype(config, dtype)
-    size = block_bytes(config, block_size, dtype)
+    width = block_bytes(config, block_size, dtype)
     if block_size < 1 or block_size % 32:
         raise Unknown(f"--block-size {block_size}: vLLM's CPU backend takes multiples of 32")
-    comment = f"# {folder.name} in {dtype}, {block_size} tokens a block: {size // block_size} bytes a token"
+    comment = f"# {folder.name} in {dtype}, {block_size} tokens a block: {width // block_size} bytes a token"
     if form == "region":
         comment += " in vLLM's own memory; here a record a block"
-        size = record_bytes(block_size)
+        width = record_bytes(block_size)
     lines = [
         comment,
         *([f"socket = {json.dumps(socket)}"] if socket else []),
@@ -76,7 +77,7 @@ def configuration(
         f"name = {json.dumps(name)}",
         f"size = {json.dumps(pool)}",
         f"block_size = {block_size}",
-        f"opaque_block_bytes = {size}",
+        f"opaque_block_bytes = {width}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -90,7 +91,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, type=Path, help="the model's folder")
     parser.add_argument("--block-size", type=int, default=128, help="vLLM's --block-size (128)")
     parser.add_argument("--dtype", default="auto", help="vLLM's --dtype (auto)")
-    parser.add_argument("--pool", default="", help="memory of the pool (4GiB; of a directory 4MiB)")
+    parser.add_argument(
+        "--pool", default="", type=size, help="memory of the pool (4GiB; of a directory 4MiB)"
+    )
     parser.add_argument("--socket", default="", help="where the daemon listens (default: the usual place)")
     parser.add_argument(
         "--form", choices=("copy", "region"), default="copy", help="the connector's form (copy)"

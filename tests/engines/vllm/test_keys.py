@@ -436,6 +436,14 @@ def test_the_daemons_configuration_for_a_model(tmp_path: Path, capsys: pytest.Ca
     assert block_bytes({"text_config": smol}, 32, "bfloat16") == 23040 * 32
 
 
+def test_a_pool_of_no_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no size is told at once, not first by the daemon that is given the file."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", str(tmp_path), "--pool", "12xx"])
+    assert ended.value.code == 2
+    assert "'12xx' is no size" in capsys.readouterr().err
+
+
 def test_the_page_tells_all_settings() -> None:
     """docs/integrations/vllm.md has each setting with its default."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "integrations" / "vllm.md").read_text()
