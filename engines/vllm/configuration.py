@@ -91,9 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True, type=Path, help="the model's folder")
     parser.add_argument("--block-size", type=int, default=128, help="vLLM's --block-size (128)")
     parser.add_argument("--dtype", default="auto", help="vLLM's --dtype (auto)")
-    parser.add_argument(
-        "--pool", default="", type=size, help="memory of the pool (4GiB; of a directory 4MiB)"
-    )
+    parser.add_argument("--pool", type=size, help="memory of the pool (4GiB; of a directory 4MiB)")
     parser.add_argument("--socket", default="", help="where the daemon listens (default: the usual place)")
     parser.add_argument(
         "--form", choices=("copy", "region"), default="copy", help="the connector's form (copy)"
