@@ -49,6 +49,23 @@ def split_extents(extents: list[int], at: int) -> tuple[list[int], list[int]]:
     return extents, []
 
 
+def cut(extents: list[int], at: int, length: int) -> list[int]:
+    """The `length` slots behind the first `at`."""
+    out: list[int] = []
+    for i in range(0, len(extents), 2):
+        n = extents[i + 1]
+        if at >= n:
+            at -= n
+            continue
+        if not length:
+            break
+        got = min(n - at, length)
+        out += (extents[i] + at, got)
+        length -= got
+        at = 0
+    return out
+
+
 def copies_of(extents: list[int], start: int, length: int, target: int) -> list[Copy]:
     """Copies of positions [start, start + length) of a table to the slots from `target` on."""
     copies = []

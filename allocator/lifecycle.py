@@ -67,20 +67,33 @@ class Lifecycle(Tables):
             self._group_completed(session.group)
         return session
 
-    def progress(self, session: Session, submitted: int, completed: int) -> None:
-        """Takes over what the session's page says and releases the fences that passed; the values only ever rise."""
+    def progress(
+        self, session: Session, submitted: int, completed: int, *, epoch: int = 0, now: float = 0.0
+    ) -> None:
+        """Takes over what the session's page says and releases the fences that passed; the values only ever rise.
+
+        `epoch`: the last Moved it has applied, read from the page before the steps were.
+        """
         if session.life == Life.ENDED:
             raise EndedHandle("the session has ended")
+        if epoch > session.epoch:
+            raise BadRequest(f"epoch {epoch} of the session: it was told of {session.epoch}")
         if completed > submitted or submitted < session.submitted or completed < session.completed:
             raise BadRequest(
                 f"steps went from {session.submitted}/{session.completed} to {submitted}/{completed} "
                 "(submitted/completed); they only rise, and completed never passes submitted"
             )
-        session.submitted = submitted
+        if submitted != session.submitted:
+            session.submitted = submitted
+            session.stepped = max(now, self.now)
+        if session.moved and session.moved[0][0] <= epoch:
+            self.moves.applied(session, epoch)
         if completed == session.completed:
             return
         session.completed = completed
         session.stalled = False
+        if session.settling:
+            self.moves.settle(session)
         if session.group is None:
             self._pass_fences(session)
         else:
@@ -130,6 +143,7 @@ class Lifecycle(Tables):
         if session in self._sweeping:
             self._sweeping.remove(session)
         session.marking = None
+        self.moves.retell(session)
         self._bring_back(session, [piece for piece, _ in session.swept.values()])
         self._pass_fences(session)
 
@@ -224,6 +238,7 @@ class Lifecycle(Tables):
             budget -= 1
         if not session.sequences and not session.fences and not session.pins:
             session.life = Life.ENDED
+            self.moves.ended(session)
             self._sweeping.remove(session)
             del self.sessions[session.handle]
             if session.group is not None:

@@ -1,69 +1,145 @@
-"""Moves: a node's slots are copied elsewhere and exchanged, under a ticket.
+"""Moves: some of a node's slots are copied elsewhere and exchanged, under a ticket.
 
-    begin      target slots: free -> moving; the node is held, so nothing evicts it meanwhile
-    (copy)     the device copies; the node is served from its old place at once, nothing waits
-    finish     published: the node has the target, its old slots go free
+    begin      target slots: free -> moving; nothing of the node changes, whoever looks it up is served from where it is
+    (copy)     the device copies; nothing waits for it
+    finish     published: the node has the target, its old slots go free, or, where somebody reads them, are retired
                abandoned: the node keeps its slots; the target goes free, since the copy has ended
-    abandon    the node was split or is wanted as it is: the target stays `moving` until the copy has ended
+    abandon    given up beforehand: the target stays `moving` until the copy has ended
 
-A move is published only when nobody but the move itself holds the node at that moment: a reader's table names slots,
-and nobody has told it of new ones.  A completion that is late, repeated or unknown is counted and ignored.
+A move holds nothing.  Its node may be read, split, evicted and be somebody else's by the time the copy has ended, and
+keeps its place in the order of eviction; so `finish` publishes only what is still as `begin` found it: the same life of
+the node, the same slots at the same tokens.  The bytes are those of `begin` too, since published slots are not written
+again before they are freed.  A completion that is late, repeated or unknown is counted and ignored.
+
+Leased data is moved only where everybody who holds it follows: a live session that said `movable`, steps, and whose
+sequences read the tree's slots by token.  Each is told by `Moved` and uses the new slots from its next step on, which
+it says by the epoch on its page; the old ones are retired:
+
+    wait      per session, until its page shows the epoch: then every step up to the last submitted may still read them
+    settle    ... until that step has completed, or the session has ended; then they go free
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvslot.allocator.errors import OutOfTurn
+from kvslot.allocator.extents import cut
+from kvslot.allocator.results import Moved
+from kvslot.allocator.sessions import Sequence, Session
 from kvslot.allocator.slots import CACHED, FREE, MOVING
 from kvslot.allocator.tree import MOVING_FLAG
 
 if TYPE_CHECKING:
     from kvslot.allocator.placement import Placement
+    from kvslot.allocator.runs import FreeRuns
+
+READERS_MAX = 64  # sequences that are told of a move at the most; data that more of them read stays where it is
+FOLLOWS_FOR = 2.0  # seconds without a step from which a session is not relied upon to apply what it is told
+UNAPPLIED_SHIFT = 5  # 1/32 of the pool: retired slots one session may keep others from, then it is told no more
 
 
 class Move(msgspec.Struct, gc=False, eq=False):
-    """One move: `source` and `target` are flat extents of the same length; `node` is 0 once it was abandoned."""
+    """One move: tokens [at, at + length) of `node` (0 once it was given up), as flat extents before and after."""
 
     handle: int
     node: int
+    at: int
+    length: int
     source: list[int]
     target: list[int]
 
 
-class Moves:
-    """The moves of one pool that have begun and whose copies have not ended."""
+class Retired(msgspec.Struct, gc=False, eq=False):
+    """Old slots that `waiting` sessions may still read."""
 
-    __slots__ = ("abandoned", "late_completions", "moved_tokens", "pool", "published", "tickets")
+    extents: list[int]
+    length: int
+    waiting: int
+
+
+class Moves:
+    """The moves of one pool that have begun and whose copies have not ended, and the old places not yet free."""
+
+    __slots__ = (
+        "abandoned_freed",
+        "abandoned_leased",
+        "failed",
+        "late_completions",
+        "moved_tokens",
+        "of_node",
+        "pool",
+        "published",
+        "retired",
+        "retired_tokens",
+        "tickets",
+    )
 
     def __init__(self, pool: Placement) -> None:
         self.pool = pool
         self.tickets: dict[int, Move] = {}
+        self.of_node: dict[int, list[int]] = {}  # node -> its moves in this life of it
+        self.retired: dict[int, Retired] = {}  # by identity
+        self.retired_tokens = 0
         self.moved_tokens = 0
         self.published = 0
-        self.abandoned = 0
+        self.abandoned_leased = 0  # somebody reads the source who cannot be told
+        self.abandoned_freed = 0  # the node was split, evicted or wanted as it was
+        self.failed = 0  # the copy was not made
         self.late_completions = 0
 
-    def begin(self, node: int) -> Move:
-        """Starts to move an unheld node into the best-fitting free slots; the caller has the copy made."""
+    @property
+    def abandoned(self) -> int:
+        """Moves whose node stayed where it was."""
+        return self.abandoned_leased + self.abandoned_freed + self.failed
+
+    def begin(self, node: int, at: int = 0, length: int = 0, target: list[int] | None = None) -> Move:
+        """Starts to move tokens [at, at + length) of `node` (`length` 0: all from there on) to `target`.
+
+        `target` is flat extents, each at the front or the end of a free run; without it the best-fitting slots are
+        taken.  The caller has the copy made.  Raises OutOfTurn, with nothing changed, where that cannot be.
+        """
         pool = self.pool
-        tree = pool.tree
+        tree, runs = pool.tree, pool.runs
         if not 0 < node < len(tree.keys) or not tree.parent[node]:
             raise OutOfTurn(f"no node {node} to move")
-        if tree.holds[node] or tree.flags[node] & MOVING_FLAG:
-            raise OutOfTurn(f"node {node} is held or moving; only cached data that nobody reads is moved")
-        length = tree.length[node]
-        if length > pool.runs.total:
-            raise OutOfTurn(f"moving node {node} takes {length} free slots, {pool.runs.total} are free")
-        target = pool.runs.take_pages(length, pool.unit) if pool.unit > 1 else pool.runs.take(length)
-        if not target:
-            raise OutOfTurn(f"no whole free blocks for the {length} slots of node {node}")
+        length = length or tree.length[node] - at
+        if not 0 <= at < at + length <= tree.length[node] or (at | length) % pool.unit:
+            raise OutOfTurn(f"tokens [{at}, {at + length}) of node {node}, which has {tree.length[node]}")
+        source = cut(tree.extents(node), at, length)
+        overlapping = [
+            move
+            for move in (self.tickets.get(handle) for handle in self.of_node.get(node, ()))
+            if move is not None and move.node == node and move.at < at + length and at < move.at + move.length
+        ]
+        if overlapping and tree.flags[node] & MOVING_FLAG:
+            raise OutOfTurn(f"node {node} is moving")
+        if tree.holds[node] and self.readers(node) is None:
+            raise OutOfTurn(f"node {node} is held by somebody who cannot be told of new slots")
+        if target is not None:
+            if sum(target[1::2]) != length or min(target[1::2]) <= 0:
+                raise OutOfTurn(f"{length} tokens do not fit {target}")
+            taken = _take(runs, target)
+        elif length > runs.total:
+            raise OutOfTurn(f"moving node {node} takes {length} free slots, {runs.total} are free")
+        elif pool.unit > 1:
+            target = runs.take_pages(length, pool.unit)
+            taken = bool(target)
+        else:
+            target = runs.take(length)
+            taken = True
+        if not taken:
+            raise OutOfTurn(f"no such free slots for {length} tokens of node {node}")
         pool.ledger.shift_all(target, length, FREE, MOVING)
-        tree.hold(node)
-        tree.flags[node] |= MOVING_FLAG
-        move = Move(pool._handle(), node, list(tree.extents(node)), target)
+        move = Move(pool._handle(), node, at, length, source, target)
+        if tree.flags[node] & MOVING_FLAG:
+            self.of_node[node].append(move.handle)
+        else:
+            tree.flags[node] |= MOVING_FLAG
+            self.of_node[node] = [move.handle]  # those of an earlier life of this number are given up by that
         self.tickets[move.handle] = move
         return move
 
@@ -76,20 +152,20 @@ class Moves:
         pool = self.pool
         tree = pool.tree
         node = move.node
-        publish = bool(copied and node and tree.holds[node] == 1)
-        if publish:
-            pool.ledger.shift_all(move.target, tree.length[node], MOVING, CACHED)
-            tree.set_extents(node, move.target)
-            pool._release(move.source, tree.length[node], CACHED)
-            self.moved_tokens += tree.length[node]
-            self.published += 1
+        readers: list[Sequence] | None = None
+        if not node or not self._is_as_it_was(move):
+            self.abandoned_freed += 1
+        elif not copied:
+            self.failed += 1
+        elif tree.holds[node] and (readers := self.readers(node)) is None:
+            self.abandoned_leased += 1
         else:
-            pool._release(move.target, sum(move.target[1::2]), MOVING)
-        if node:
-            tree.flags[node] &= ~MOVING_FLAG
-            tree.unhold(node, tree.tick[node])
-            self.abandoned += not publish
-        return publish
+            self._publish(move, readers or [])
+            self._forget(move)
+            return True
+        self._forget(move)
+        pool._release(move.target, move.length, MOVING)
+        return False
 
     def abandon(self, handle: int) -> None:
         """Gives a move up before its copy has ended; its target stays set aside until `finish`."""
@@ -97,20 +173,176 @@ class Moves:
         if move is None:
             self.late_completions += 1
             return
-        self._let_go(move)
+        self._forget(move)
+        move.node = 0
 
     def abandon_node(self, node: int) -> None:
-        """Gives up the move of a node that is about to change."""
-        for move in self.tickets.values():
-            if move.node == node:
-                self._let_go(move)
-                return
+        """Gives up the moves of a node that is about to change."""
+        for handle in list(self.of_node.get(node, ())):
+            self.abandon(handle)
 
-    def _let_go(self, move: Move) -> None:
-        node, tree = move.node, self.pool.tree
-        if not node:
+    def _is_as_it_was(self, move: Move) -> bool:
+        """Whether this is the life of the node that the move began in, and its tokens stand where they stood."""
+        tree, node = self.pool.tree, move.node
+        if not tree.parent[node] or not tree.flags[node] & MOVING_FLAG:
+            return False
+        if move.handle not in self.of_node.get(node, ()) or move.at + move.length > tree.length[node]:
+            return False
+        return cut(tree.extents(node), move.at, move.length) == move.source
+
+    def _publish(self, move: Move, readers: list[Sequence]) -> None:
+        pool, node = self.pool, move.node
+        tree = pool.tree
+        extents = tree.extents(node)
+        end = move.at + move.length
+        whole = cut(extents, 0, move.at)
+        for part in (move.target, cut(extents, end, tree.length[node] - end)):
+            for i in range(0, len(part), 2):
+                if whole and whole[-2] + whole[-1] == part[i]:
+                    whole[-1] += part[i + 1]
+                else:
+                    whole += part[i : i + 2]
+        pool.ledger.shift_all(move.target, move.length, MOVING, CACHED)
+        tree.set_extents(node, whole)
+        self.moved_tokens += move.length
+        self.published += 1
+        if not readers:
+            pool._release(move.source, move.length, CACHED)
             return
-        move.node = 0
-        self.abandoned += 1
-        tree.flags[node] &= ~MOVING_FLAG
-        tree.unhold(node, tree.tick[node])
+        pool.ledger.shift_all(move.source, move.length, CACHED, MOVING)
+        first = tree.depth[node] + move.at
+        told: dict[Session, list[Moved]] = {}
+        for sequence in readers:
+            session = sequence.session
+            if session not in told:
+                told[session] = []
+                session.epoch += 1
+            for position, length in _read_from_tree(sequence, first, first + move.length):
+                piece = cut(move.target, position - first, length)
+                told[session].append(Moved(session.handle, session.epoch, sequence.handle, position, piece))
+        retired = Retired(move.source, move.length, len(told))
+        self.retired[id(retired)] = retired
+        self.retired_tokens += move.length
+        for session, pushes in told.items():
+            session.unapplied += move.length
+            session.moved.append((session.epoch, retired, pushes))
+            pool.pushes += pushes
+
+    def _forget(self, move: Move) -> None:
+        """The move is over as far as its node goes, if that is still the node it began with."""
+        tree, node = self.pool.tree, move.node
+        handles = self.of_node.get(node, [])
+        if not node or move.handle not in handles:
+            return
+        handles.remove(move.handle)
+        if not handles:
+            del self.of_node[node]
+            tree.flags[node] &= ~MOVING_FLAG
+
+    # -- those who read what moves -----------------------------------------------------------------------------
+
+    def readers(self, node: int) -> list[Sequence] | None:
+        """The sequences that read `node`, where that is all who hold it and each of them can be told; else None."""
+        pool = self.pool
+        tree = pool.tree
+        holds = tree.holds
+        ends: dict[int, list[Sequence]] = {}
+        pinned: dict[int, int] = {}
+        for session in pool.sessions.values():
+            follows = self.follows(session)
+            for each in session.pins.values():
+                pinned[each] = pinned.get(each, 0) + 1
+            if follows:
+                for sequence in session.sequences.values():
+                    if not sequence.kept:
+                        ends.setdefault(sequence.node, []).append(sequence)
+        found: list[Sequence] = []
+        below = [node]
+        for each in below:
+            here = ends.get(each, ())
+            found += here
+            left = holds[each] - len(here) - pinned.get(each, 0)
+            for child in tree.children(each):
+                if holds[child]:
+                    below.append(child)
+                    left -= 1
+            if left or len(found) > READERS_MAX or len(below) > 4 * READERS_MAX:
+                return None
+        return found
+
+    def follows(self, session: Session) -> bool:
+        """Whether a session is told of moves and relied upon to use the new slots from its next step on."""
+        pool = self.pool
+        return (
+            session.movable
+            and not session.life
+            and not session.stalled
+            and session.page == 1
+            and session.append == "chain"
+            and session.group is None
+            and pool.now - session.stepped <= FOLLOWS_FOR
+            and session.unapplied << UNAPPLIED_SHIFT <= pool.usable
+        )
+
+    def applied(self, session: Session, epoch: int) -> None:
+        """The session's page says that its steps from the next one on use all moves up to `epoch`."""
+        moved = session.moved
+        while moved and moved[0][0] <= epoch:
+            _, retired, _ = moved.popleft()
+            session.unapplied -= retired.length
+            session.settling.append((session.submitted, retired))
+        self.settle(session)
+
+    def settle(self, session: Session) -> None:
+        """Steps have completed: old places that only those could read go free."""
+        settling, completed = session.settling, session.completed
+        while settling and settling[0][0] <= completed:
+            self._let_go(settling.popleft()[1])
+
+    def ended(self, session: Session) -> None:
+        """The session's process reads nothing any more."""
+        for waiting in (session.moved, session.settling):
+            for entry in waiting:
+                self._let_go(entry[1])
+        session.moved, session.settling = deque(), deque()
+        session.unapplied = 0
+
+    def retell(self, session: Session) -> None:
+        """A session came back: what it was told and has not applied may have been lost on the way."""
+        for _, _, pushes in session.moved:
+            self.pool.pushes += pushes
+
+    def _let_go(self, retired: Retired) -> None:
+        retired.waiting -= 1
+        if not retired.waiting:
+            del self.retired[id(retired)]
+            self.retired_tokens -= retired.length
+            self.pool._release(retired.extents, retired.length, MOVING)
+
+
+def _take(runs: FreeRuns, target: list[int]) -> bool:
+    """Takes `target`, each extent at the front or end of a free run, or nothing."""
+    for i in range(0, len(target), 2):
+        slot, n = target[i], target[i + 1]
+        run = slot if slot in runs.length_at else runs.start_at.get(slot + n, -1)
+        if run < 0 or run + runs.length_at[run] < slot + n or slot < run:
+            for j in range(0, i, 2):
+                runs.give(target[j], target[j + 1])
+            return False
+        runs.take_within(run, slot, n)
+    return True
+
+
+def _read_from_tree(sequence: Sequence, start: int, stop: int) -> list[tuple[int, int]]:
+    """The stretches (position, length) of [start, stop) that a sequence reads from the tree, not from its own slots."""
+    out: list[tuple[int, int]] = []
+    stop = min(stop, sequence.base)
+    for piece in sequence.own:
+        if piece.position >= stop:
+            break
+        if piece.position > start:
+            out.append((start, piece.position - start))
+        start = max(start, piece.position + piece.length)
+    if start < stop:
+        out.append((start, stop - start))
+    return out

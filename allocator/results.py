@@ -135,7 +135,17 @@ class Abandoned(msgspec.Struct, frozen=True, tag=True):
     ticket: int
 
 
-Push = Ready | Pressure | Preempt | Published | Abandoned
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """Positions from `position` on lie at `extents` (flat) from the step on that the session applies `epoch` with."""
+
+    session: int
+    epoch: int
+    sequence: int
+    position: int
+    extents: list[int]
+
+
+Push = Ready | Pressure | Preempt | Published | Abandoned | Moved
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,17 @@ all members of the session's group.  A session keeps them in a heap by step.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvslot.allocator.results import UNLIMITED
+from kvslot.allocator.results import UNLIMITED, Moved
+
+if TYPE_CHECKING:
+    from kvslot.allocator.moves import Retired
 
 OWN, DUPLICATE, PEELED = range(3)
 NO_STEP = 2**63 - 1
@@ -99,6 +104,7 @@ class Session:
         "append",
         "charged",
         "completed",
+        "epoch",
         "fenced",
         "fences",
         "group",
@@ -106,6 +112,7 @@ class Session:
         "life",
         "marking",
         "movable",
+        "moved",
         "owes",
         "page",
         "peel_max",
@@ -113,10 +120,13 @@ class Session:
         "proven",
         "quota",
         "sequences",
+        "settling",
         "stalled",
+        "stepped",
         "submitted",
         "swept",
         "swept_fenced",
+        "unapplied",
         "_serial",
     )
 
@@ -146,6 +156,12 @@ class Session:
         self.swept: dict[int, tuple[Range, int]] = {}
         self.swept_fenced = 0
         self.marking: Iterator[None] | None = None  # how far the sweep has come
+        # What it was told of moves (moves.py): the last epoch, what it has not applied, and what steps may still read.
+        self.epoch = 0
+        self.unapplied = 0  # slots of `moved`
+        self.moved: deque[tuple[int, Retired, list[Moved]]] = deque()  # (epoch, old place, what was pushed)
+        self.settling: deque[tuple[int, Retired]] = deque()  # (last step that may read it, old place)
+        self.stepped = 0.0  # when it was last seen to submit a step
 
     def passed(self) -> int:
         """The last step that has completed everywhere it must; every step, once the process is gone."""

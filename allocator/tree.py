@@ -105,6 +105,7 @@ class PrefixTree:
         "kid",
         "learns",
         "length",
+        "log",
         "nodes",
         "parent",
         "priority",
@@ -146,6 +147,8 @@ class PrefixTree:
         self.nodes = 0  # live nodes, roots included
         self.tokens = 0  # tokens of live nodes
         self.evictable = 0
+        # Where somebody listens, nodes whose slots have changed or that have gone, in order, with repetitions.
+        self.log: list[int] | None = None
 
     # -- nodes -------------------------------------------------------------------------------------------------
 
@@ -257,6 +260,8 @@ class PrefixTree:
 
     def set_extents(self, node: int, extents: list[int]) -> None:
         """Gives the node its slots: flat slot, length, ... with lengths that sum to the node's."""
+        if self.log is not None:
+            self.log.append(node)
         if self.scattered:
             self.scattered.pop(node, None)
         if len(extents) == 2:
@@ -488,6 +493,8 @@ class PrefixTree:
             # The last child died of age, so the parent is as old, unless it was used alone since.
             self.evictor.exposed(parent, self.length[parent], self.tick[parent] > self.tick[node])
         self.keys[node] = b""
+        if self.log is not None:
+            self.log.append(node)
         if self.scattered:
             self.scattered.pop(node, None)
         if self.expiry:
@@ -511,7 +518,7 @@ class PrefixTree:
         parents, kid, lengths, slots = self.parent, self.kid, self.length, self.slot
         heads, tail_slots, scattered = self.head, self.tail_slot, self.scattered
         holds, ticks, keys = self.holds, self.tick, self.keys
-        unit, vacate = self._unit_bytes, self._vacate
+        unit, vacate, log = self._unit_bytes, self._vacate, self.log
         gone = count = 0
         # A child often begins in the room that its parent left behind: the two are one stretch then.
         front, below = 0, -1  # where in `out` the first slot of the child just removed stands, and that slot
@@ -562,6 +569,8 @@ class PrefixTree:
             parents[node] = 0
             lengths[node] = 0
             vacate(node)
+            if log is not None:
+                log.append(node)
             gone += length
             count += 1
             after = newer[node]
