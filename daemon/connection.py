@@ -356,6 +356,16 @@ class Connection:
         if not self._out and self._batch is None:
             self._flush_pushes()
 
+    def push_in_turn(self, message: messages.Push) -> None:
+        """Tells the client behind the replies given so far and before those to come, whatever its socket takes now.
+
+        What changes a table has to: a reply given later already knows of it.  Requires that `settled` holds.
+        """
+        if not self.closed:
+            self.send(encode(message))
+            if self.member is not None:
+                self.member.pushed()
+
     def unpush(self, key: Hashable) -> None:
         """What has not been told yet need not be told any more."""
         self._pushes.pop(key, None)
@@ -377,6 +387,11 @@ class Connection:
     def in_batch(self) -> bool:
         """Verbs of a Batch are being answered, whose own ids mean nothing."""
         return self._batch is not None
+
+    @property
+    def settled(self) -> bool:
+        """All that was answered is with the client, or in its socket; so what it is told now comes in order."""
+        return not (self.closed or self._out or self._batch is not None)
 
     @property
     def idle(self) -> bool:

@@ -23,7 +23,9 @@ import msgspec
 
 from kvslot.allocator import BadRequest as CoreBadRequest
 from kvslot.allocator import Life, Session
+from kvslot.allocator.extents import cut, join
 from kvslot.api.wire import COMPLETED, PAGE_BYTES, PUSHES, SUBMITTED, WAKE, PeerFault, SessionPage, messages
+from kvslot.api.wire.page import BUSY, EPOCH
 
 if TYPE_CHECKING:
     from kvslot.daemon.connection import Connection
@@ -92,6 +94,16 @@ class Entry(msgspec.Struct, eq=False):
     answer: messages.Admitted | None
     given: list[int] = []  # of each reply with copies: the first position that it moved
 
+    def moved(self, position: int, extents: list[int]) -> None:
+        """Positions from `position` on lie elsewhere: the answer it began with says so, if it is asked for again."""
+        answer = self.answer
+        if answer is not None:
+            end = position + sum(extents[1::2])
+            whole = cut(answer.extents, 0, position)
+            for part in (extents, cut(answer.extents, end, max(0, answer.capacity - end))):
+                join(whole, part)
+            self.answer = msgspec.structs.replace(answer, extents=whole)
+
 
 class Member:
     """One session of one process."""
@@ -156,17 +168,34 @@ class Member:
         if page is None or session.life:
             return False
         words = page.words
-        completed = words[COMPLETED]  # first: what is submitted meanwhile makes no lie of it
+        # The client writes epoch, submitted, completed in this order.  The epoch is read first: every step that began
+        # before it was applied is then among those read as submitted.  And completed before submitted, so that what
+        # is submitted meanwhile makes no lie of it.
+        epoch = words[EPOCH]
+        completed = words[COMPLETED]
         submitted = words[SUBMITTED]
-        if completed == session.completed and submitted == session.submitted:
+        if completed == session.completed and submitted == session.submitted and not session.moved:
             return False
         before = session.completed
+        changed = completed != before or submitted != session.submitted
         try:
-            self.hosted.core.progress(session, submitted, completed)
+            self.hosted.core.progress(session, submitted, completed, epoch=epoch, now=now)
         except CoreBadRequest as refused:
             raise PeerFault(f"its session page: {refused}") from None
-        self.progressed = now
+        if changed:
+            self.progressed = now
         return completed != before
+
+    @property
+    def waits(self) -> bool:
+        """Whether something of the pool's comes free by what its page will say: fences, or the old places of moves."""
+        session = self.session
+        return not session.life and bool(session.fences or session.moved or session.settling)
+
+    @property
+    def steps(self) -> bool:
+        """Whether a step of it runs, by the word of its page."""
+        return self.page is not None and self.page.words[BUSY] != 0
 
     def pushed(self) -> None:
         """A push has gone to the socket: the page says so, for clients that look there first."""

@@ -35,6 +35,8 @@ import structlog
 from kvslot import __version__
 from kvslot import allocator as core
 from kvslot.allocator import Life
+from kvslot.allocator.moves import FOLLOWS_FOR
+from kvslot.allocator.results import Moved
 from kvslot.allocator.slots import FENCED
 from kvslot.api.wire import (
     BadRequest,
@@ -249,7 +251,7 @@ class Server:
         if member is not None:
             pool = member.hosted.core
             if pool.pushes or pool.admission.busy:
-                self._deliver(member.hosted, now)
+                self.deliver(member.hosted, now)
         self.collector.served()
 
     def replenish(self) -> None:
@@ -350,7 +352,8 @@ class Server:
         hosted.gathering -= gathered
         connection.go_on()
 
-    def _deliver(self, hosted: HostedPool, now: float) -> None:
+    def deliver(self, hosted: HostedPool, now: float) -> None:
+        """Tells sessions what the core wants told."""
         members = hosted.members
         for push in hosted.core.poll(now):
             member = members.get(push.session)
@@ -371,6 +374,15 @@ class Server:
                     if name is not None:
                         left = max(0, int((deadline - now) * 1e3))
                         connection.push(("preempt", name), messages.Preempt(name, left))
+                case Moved(sequence=handle, epoch=epoch, position=position, extents=extents):
+                    # One that has ended meanwhile is told as number 0 with no extents: the epoch counts all the same.
+                    name = member.by_handle.get(handle)
+                    if name is not None:
+                        member.sequences[name].moved(position, extents)
+                        connection.push_in_turn(messages.Moved(epoch, name, position, extents))
+                    else:
+                        connection.push_in_turn(messages.Moved(epoch, 0, 0, []))
+                    self._waits_for_page(member)
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
@@ -378,6 +390,10 @@ class Server:
         """A session has fences that have not passed: its page is looked at until they have."""
         member.hosted.fencing.add(member)
         self._start_ticking()
+
+    def _waits_for_page(self, member: Member) -> None:
+        if member.waits:
+            self.fence_waits(member)
 
     def waits(self, hosted: HostedPool) -> None:
         """Somebody was told LATER: deadlines pass by time alone."""
@@ -397,7 +413,7 @@ class Server:
                     known = hosted.members.get(other.handle)
                     if known is not None:
                         moved |= self._sync(known, now)
-            if not member.session.fences or member.session.life:
+            if not member.waits:
                 hosted.fencing.discard(member)
                 member.ask_to_ring(False)
         return moved
@@ -425,8 +441,13 @@ class Server:
             pool = hosted.core
             busy = pool.admission.busy
             if pool.pushes or busy:
-                self._deliver(hosted, now)
-            again = again or bool(hosted.fencing) or busy or bool(pool.admission.awaiting)
+                self.deliver(hosted, now)
+            again = again or busy or bool(pool.admission.awaiting)
+            # One that has been told of moves and does not step is left to `upkeep`: it may idle for hours.
+            again = again or any(
+                each.session.fences or each.session.settling or now - each.session.stepped < FOLLOWS_FOR
+                for each in hosted.fencing
+            )
         if again:
             self._start_ticking()
 
@@ -438,7 +459,7 @@ class Server:
         if self._sync(member, now):
             pool = member.hosted.core
             if pool.pushes or pool.admission.busy:
-                self._deliver(member.hosted, now)
+                self.deliver(member.hosted, now)
 
     # -- coming and going --------------------------------------------------------------------------------------
 
@@ -512,8 +533,7 @@ class Server:
         connection.member = member
         connection.used = True
         member.connection = connection
-        if member.session.fences:
-            self.fence_waits(member)
+        self._waits_for_page(member)
         self.loop.call_soon(self._tell_draining, connection)  # behind the Welcome
         sparing(log, "session_resumed", SESSION_LINES, session=member.number, pid=member.peer.pid)
 
@@ -597,7 +617,7 @@ class Server:
                     break
             again = again or not done
             if hosted.core.pushes or hosted.core.admission.busy:
-                self._deliver(hosted, time.monotonic())
+                self.deliver(hosted, time.monotonic())
         for member in [each for each in self.sessions.values() if each.session.life == Life.ENDED]:
             self._forget(member)
         graves = self._graves
@@ -674,8 +694,10 @@ class Server:
                     completed=session.completed,
                 )
         for hosted in self.pools.values():
-            self._deliver(hosted, now)
+            self.deliver(hosted, now)
             hosted.close_idle_spaces()
+            if hosted.fencing:
+                self._start_ticking()
         self.collector.idle()
         self._look_whether_drained()
         if self.draining and now >= self._drain_deadline:

@@ -231,7 +231,11 @@ def _resume(server: Server, connection: Connection, m: messages.Hello, now: floa
         raise StaleSession(f"session {m.resume}: {refused}") from None
     member.progressed = now
     server.rejoined(connection, member, now)
-    return _welcome(server, connection, member, m.id, next(iter(member.roots)))
+    welcome = _welcome(server, connection, member, m.id, next(iter(member.roots)))
+    if welcome is None and not connection.closed:
+        # What it may not have heard of moves comes before any other reply: a fork behind this already knows of them.
+        server.deliver(member.hosted, now)
+    return welcome
 
 
 def _welcome(
