@@ -268,6 +268,42 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slice_us: Annotated[
         int, Rule("whole", "most that background work takes at a time", "us", 50, 100_000)
     ] = 100
+    compaction: Annotated[
+        str,
+        Rule(
+            "choice",
+            "off; idle: cached data is moved together in gaps between engines' steps; forced: at any time",
+            choices=("off", "idle", "forced"),
+        ),
+    ] = "idle"
+    compaction_start: Annotated[
+        float,
+        Rule(
+            "real", "begins when so much of the free memory is not in whole blocks, or not in runs", "", 0, 1
+        ),
+    ] = 0.25
+    compaction_stop: Annotated[
+        float, Rule("real", "... and ends when it is no more than this; below compaction_start", "", 0, 1)
+    ] = 0.05
+    compaction_run_blocks: Annotated[
+        int, Rule("whole", "blocks of a run that free memory should come in", "blocks", 1, 4096)
+    ] = 32
+    compaction_duty: Annotated[
+        float,
+        Rule(
+            "real",
+            "most of the time that copies take where they are not in a gap (forced, or short of memory)",
+            "",
+            0.001,
+            1,
+        ),
+    ] = 0.25
+    compaction_collisions: Annotated[
+        float, Rule("real", "share of step begins that may meet a running copy", "", 0, 0.5)
+    ] = 0.01
+    compaction_chunk_bytes: Annotated[
+        int, Rule("size", "copied between two looks at whether a step has begun", "bytes", 4096, 64 << 20)
+    ] = 256 << 10
     prefault: Annotated[bool, Rule("flag", "all memory is taken at start, not when it is first touched")] = (
         True
     )
@@ -282,7 +318,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 CHANGEABLE: Final = (
-    "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us"
+    "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us",
+    "compaction", "compaction_start", "compaction_stop", "compaction_run_blocks", "compaction_duty",
+    "compaction_collisions",
 )  # fmt: skip
 """Settings that SetConfig and SIGHUP change: those that are looked at anew each time."""
 
@@ -685,6 +723,13 @@ def _check_settings(settings: Settings, given: Mapping[str, Value], problems: li
         problems.append(
             f"{source}: socket = {settings.socket!r}: {length} bytes, and the kernel takes paths of up to "
             f"{SOCKET_PATH_MAX} here; choose a shorter one"
+        )
+    if settings.compaction_stop > settings.compaction_start:
+        name = "compaction_stop" if "compaction_stop" in given else "compaction_start"
+        source = given[name].where if name in given else "default"
+        problems.append(
+            f"{source}: compaction_stop = {settings.compaction_stop} is more than compaction_start = "
+            f"{settings.compaction_start}, so that it would end before it begins; lower the one or raise the other"
         )
     if settings.socket_group:
         try:

@@ -304,10 +304,15 @@ class Evict(Message, frozen=True, tag=33):
 
 
 class Defrag(Message, frozen=True, tag=34):
-    """UNSUPPORTED in this version.  Control."""
+    """Compaction: how it stands, on, off, or once to rest.  Replied to by Defragged.  Control."""
 
     id: Whole
-    pool: Name = ""
+    pool: Name = ""  # "": all
+    action: Name = "status"  # one of ACTIONS
+
+
+ACTIONS: Final = ("status", "start", "stop", "once")
+"""Of Defrag."""
 
 
 class Audit(Message, frozen=True, tag=35):
@@ -502,7 +507,44 @@ class Audited(Message, frozen=True, tag=98):
     milliseconds: float
 
 
-Reply = Welcome | Opened | Pong | BatchReply | Results | Inspected | Evicted | Audited
+class Compaction(msgspec.Struct, array_like=True, frozen=True):
+    """How compaction of one pool stands.  Counts are since the daemon's start."""
+
+    pool: str
+    mode: str  # "off", "idle": in gaps between engines' steps; "forced": at any time
+    state: str  # "off", "settled", "backed off", "waiting" for a gap, "moving", "stopping"
+    reason: str  # of that, for people
+    once: bool  # asked to go on to rest, whatever the mode
+    purpose: str  # of the plan under way, or of the last: "free_blocks", "run", "join"; "" before the first
+    progress: float  # of what is under way, 0 to 1
+    moves_in_flight: int  # whose copies have not ended
+    passes: int  # that came to an end
+    plans: int
+    planned: int  # moves
+    published: int
+    abandoned_leased: int  # somebody read the source who could not be told
+    abandoned_freed: int  # the source was evicted, split, or moved by another
+    deferred: int  # could not begin, or not be published, just then
+    over_budget: int  # planned, and left when the time for them was over
+    failed: int  # copies that the device could not make
+    moved_tokens: int
+    moved_bytes: int
+    blocks_given: int  # whole free blocks more, over all passes
+    retired_tokens: int  # old places that engines may still read, now
+    unpacked_pct: float  # of the free memory, what is not in whole free blocks
+    unusable_pct: float  # ... and what is not in runs of `compaction_run_blocks`
+    copy_seconds: float  # the device spent on it
+    copy_bytes_per_second: float  # measured; 0 before the first copy
+    steps: int  # of engines that began while copies were under way or planned
+    collisions: int  # of those, begins that met a running copy
+
+
+class Defragged(Message, frozen=True, tag=99):
+    id: int
+    pools: list[Compaction]
+
+
+Reply = Welcome | Opened | Pong | BatchReply | Results | Inspected | Evicted | Audited | Defragged
 
 
 # -- pushes -----------------------------------------------------------------------------------------------------------

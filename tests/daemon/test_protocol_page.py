@@ -83,6 +83,14 @@ def test_what_welcome_says_is_listed_field_by_field() -> None:
     assert f"more than {LONG_TOKENS:,} new tokens" in PAGE
 
 
+def test_compaction_is_listed_field_by_field() -> None:
+    """What Defragged says of a pool, and every action of Defrag, is on the page."""
+    text = PAGE.split("**Defrag.**", 1)[1].split("\n\n", 1)[0]
+    fields = re.sub(r"\s+", " ", text.split("an array for each: ", 1)[1]).rstrip(".").split(", ")
+    assert fields == [each.name for each in msgspec.structs.fields(messages.Compaction)]
+    assert all(f"`{each}`" in text for each in messages.ACTIONS)
+
+
 def test_errors_are_listed() -> None:
     """Every code of an Error is on the page under its name."""
     assert {int(row[0]): row[1] for row in section("Errors")} == {
