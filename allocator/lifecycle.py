@@ -11,7 +11,6 @@ from kvslot.allocator.results import UNLIMITED, Space
 from kvslot.allocator.sessions import Group, Life, Range, Session
 from kvslot.allocator.slots import FENCED, PRIVATE, QUARANTINED
 from kvslot.allocator.tables import Tables
-from kvslot.allocator.tree import MOVING_FLAG
 
 
 class Lifecycle(Tables):
@@ -298,8 +297,6 @@ class Lifecycle(Tables):
             )
         node = path[-1]
         if kept < tree.depth[node] + tree.length[node]:
-            if tree.flags[node] & MOVING_FLAG:
-                self.moves.abandon_node(node)
             node = tree.split(node, kept - tree.depth[node])
         tree.hold(node)
         handle = self._handle()

@@ -35,11 +35,15 @@ from kvslot.allocator.tree import MOVING_FLAG
 
 if TYPE_CHECKING:
     from kvslot.allocator.placement import Placement
-    from kvslot.allocator.runs import FreeRuns
 
-READERS_MAX = 64  # sequences that are told of a move at the most; data that more of them read stays where it is
+READERS_MAX = (
+    64  # sequences that are told of a move at the most; data that more of them read stays where it is
+)
 FOLLOWS_FOR = 2.0  # seconds without a step from which a session is not relied upon to apply what it is told
-UNAPPLIED_SHIFT = 5  # 1/32 of the pool: retired slots one session may keep others from, then it is told no more
+UNAPPLIED_SHARE = (
+    32  # of the pool one part in so many: old slots a session may hold up, then it is told no more
+)
+UNAPPLIED_LEAST = 64  # slots; in a small pool too
 
 
 class Move(msgspec.Struct, gc=False, eq=False):
@@ -122,7 +126,7 @@ class Moves:
         if target is not None:
             if sum(target[1::2]) != length or min(target[1::2]) <= 0:
                 raise OutOfTurn(f"{length} tokens do not fit {target}")
-            taken = _take(runs, target)
+            taken = runs.take_edges(target)
         elif length > runs.total:
             raise OutOfTurn(f"moving node {node} takes {length} free slots, {runs.total} are free")
         elif pool.unit > 1:
@@ -176,11 +180,6 @@ class Moves:
         self._forget(move)
         move.node = 0
 
-    def abandon_node(self, node: int) -> None:
-        """Gives up the moves of a node that is about to change."""
-        for handle in list(self.of_node.get(node, ())):
-            self.abandon(handle)
-
     def _is_as_it_was(self, move: Move) -> bool:
         """Whether this is the life of the node that the move began in, and its tokens stand where they stood."""
         tree, node = self.pool.tree, move.node
@@ -214,12 +213,14 @@ class Moves:
         told: dict[Session, list[Moved]] = {}
         for sequence in readers:
             session = sequence.session
-            if session not in told:
-                told[session] = []
-                session.epoch += 1
-            for position, length in _read_from_tree(sequence, first, first + move.length):
+            for position, length in self._read_from_tree(sequence, first, first + move.length):
+                session.epoch += 1  # one each: a connection may end between any two of them
                 piece = cut(move.target, position - first, length)
-                told[session].append(Moved(session.handle, session.epoch, sequence.handle, position, piece))
+                push = Moved(session.handle, session.epoch, sequence.handle, position, piece)
+                told.setdefault(session, []).append(push)
+        if not told:  # who holds it reads copies of its own
+            pool._release(move.source, move.length, MOVING)
+            return
         retired = Retired(move.source, move.length, len(told))
         self.retired[id(retired)] = retired
         self.retired_tokens += move.length
@@ -281,7 +282,7 @@ class Moves:
             and session.append == "chain"
             and session.group is None
             and pool.now - session.stepped <= FOLLOWS_FOR
-            and session.unapplied << UNAPPLIED_SHIFT <= pool.usable
+            and session.unapplied <= max(pool.usable // UNAPPLIED_SHARE, UNAPPLIED_LEAST)
         )
 
     def applied(self, session: Session, epoch: int) -> None:
@@ -319,30 +320,16 @@ class Moves:
             self.retired_tokens -= retired.length
             self.pool._release(retired.extents, retired.length, MOVING)
 
-
-def _take(runs: FreeRuns, target: list[int]) -> bool:
-    """Takes `target`, each extent at the front or end of a free run, or nothing."""
-    for i in range(0, len(target), 2):
-        slot, n = target[i], target[i + 1]
-        run = slot if slot in runs.length_at else runs.start_at.get(slot + n, -1)
-        if run < 0 or run + runs.length_at[run] < slot + n or slot < run:
-            for j in range(0, i, 2):
-                runs.give(target[j], target[j + 1])
-            return False
-        runs.take_within(run, slot, n)
-    return True
-
-
-def _read_from_tree(sequence: Sequence, start: int, stop: int) -> list[tuple[int, int]]:
-    """The stretches (position, length) of [start, stop) that a sequence reads from the tree, not from its own slots."""
-    out: list[tuple[int, int]] = []
-    stop = min(stop, sequence.base)
-    for piece in sequence.own:
-        if piece.position >= stop:
-            break
-        if piece.position > start:
-            out.append((start, piece.position - start))
-        start = max(start, piece.position + piece.length)
-    if start < stop:
-        out.append((start, stop - start))
-    return out
+    def _read_from_tree(self, sequence: Sequence, start: int, stop: int) -> list[tuple[int, int]]:
+        """The stretches (position, length) of [start, stop) that a sequence reads from the tree's slots, not its own."""
+        out: list[tuple[int, int]] = []
+        stop = min(stop, sequence.base)
+        for piece in sequence.own:
+            if piece.position >= stop:
+                break
+            if piece.position > start:
+                out.append((start, piece.position - start))
+            start = max(start, piece.position + piece.length)
+        if start < stop:
+            out.append((start, stop - start))
+        return out

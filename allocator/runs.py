@@ -386,6 +386,19 @@ class FreeRuns:
         self.take_within(start, start, n)
         return True
 
+    def take_edges(self, extents: list[int]) -> bool:
+        """Takes these extents (flat), each at the front or the end of a run, or returns False and takes nothing."""
+        length_at = self.length_at
+        for i in range(0, len(extents), 2):
+            slot, n = extents[i], extents[i + 1]
+            run = slot if slot in length_at else self.start_at.get(slot + n, -1)
+            if run < 0 or slot < run or run + length_at[run] < slot + n:
+                for j in range(0, i, 2):
+                    self.give(extents[j], extents[j + 1])
+                return False
+            self.take_within(run, slot, n)
+        return True
+
     def take_pages(self, n: int, page: int) -> list[int]:
         """Takes `n` slots in whole aligned pages (n a multiple of `page`), or returns [] and takes nothing."""
         if page == self.cell:

@@ -12,7 +12,7 @@ from kvslot.allocator.results import Admitted, Committed, Copy
 from kvslot.allocator.runs import REUSED
 from kvslot.allocator.sessions import DUPLICATE, OWN, PEELED, Fenced, Range, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, PRIVATE
-from kvslot.allocator.tree import MOVING_FLAG, common_prefix
+from kvslot.allocator.tree import common_prefix
 
 PROMISE_LEAST = 64  # tokens; for fewer nobody waits: computing them takes less time than the waiting
 
@@ -213,8 +213,6 @@ class Tables(Placement):
                 if at == end:
                     break
                 if inside < lengths[node]:
-                    if tree.flags[node] & MOVING_FLAG:
-                        self.moves.abandon_node(node)
                     node = tree.split(node, inside)
             if at == end:
                 break

@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvslot.allocator import OutOfTurn, Pool
+from kvslot.allocator import Committed, OutOfTurn, Pool, Session
+from kvslot.allocator.results import Moved
 
-from .tools import admit, cache, complete, fresh, make, root, slots, sound, step
+from .tools import admit, cache, complete, fork, fresh, make, root, slots, sound, step
 
 
 def node_of(pool: Pool) -> int:
@@ -147,4 +148,273 @@ def test_opaque_moves_are_whole_blocks() -> None:
         for start, length in zip(move.target[::2], move.target[1::2], strict=True)
     )
     assert pool.moves.finish(move.handle)
+    sound(pool)
+
+
+def test_a_part_of_a_node_is_moved() -> None:
+    """Tokens in the middle of a node go elsewhere, to a target that the caller names; the rest stays."""
+    pool = make()
+    s = pool.open_session()
+    cache(pool, s, fresh(6, 0))
+    node = node_of(pool)
+    before = slots(pool.tree.extents(node))
+    run, length = max(pool.runs.length_at.items(), key=lambda item: item[1])
+    move = pool.moves.begin(node, 2, 3, [run + length - 3, 3])
+    other = pool.moves.begin(node, 5, 1, [run, 1])
+    sound(pool)
+    with pytest.raises(OutOfTurn, match="is moving"):
+        pool.moves.begin(node, 4, 1)
+    assert pool.moves.finish(other.handle)
+    assert pool.moves.finish(move.handle)
+    after = slots(pool.tree.extents(node))
+    assert after == [*before[:2], *range(run + length - 3, run + length), run]
+    assert slots(admit(pool, s, fresh(7, 0)).extents)[:6] == after
+    sound(pool)
+
+
+def test_a_target_that_is_not_free_is_refused() -> None:
+    """A target is free slots at the edge of a free run, as many as move; anything else changes nothing."""
+    pool = make()
+    s = pool.open_session()
+    cache(pool, s, fresh(6, 0))
+    node = node_of(pool)
+    run, length = next(iter(pool.runs.length_at.items()))
+    held = pool.tree.extents(node)[0]
+    for at, n, target in (
+        (0, 6, [run, 5]),
+        (0, 6, [run + 1, 6]),
+        (0, 6, [held, 6]),
+        (0, 6, [run, 3, held, 3]),
+        (0, 6, [run, 6, run, 0]),
+        (0, 6, [run + length - 5, 6]),
+        (0, 6, [run, length + 6, run, -length]),
+        (4, 3, [run, 3]),
+        (-1, 3, [run, 3]),
+        (0, 6, [pool.slots, 6]),
+    ):
+        with pytest.raises(OutOfTurn):
+            pool.moves.begin(node, at, n, target)
+        assert not pool.moves.tickets
+        sound(pool)
+
+
+def test_a_move_neither_holds_nor_refreshes() -> None:
+    """A node on the move is evicted in its turn: the copy's target is set aside, and nothing is published."""
+    pool = make()
+    s = pool.open_session()
+    cache(pool, s, fresh(4, 0))
+    first = node_of(pool)
+    cache(pool, s, fresh(4, 100))
+    move = pool.moves.begin(first)
+    assert pool.tree.evictable == 8
+    pool.evict(4)
+    assert pool.probe(root(pool), fresh(5, 0)) == 0
+    assert pool.probe(root(pool), fresh(5, 100)) == 4
+    assert not pool.moves.finish(move.handle)
+    assert pool.moves.abandoned_freed == 1
+    sound(pool)
+    # And a published one is still the first to go.
+    cache(pool, s, fresh(4, 200))
+    oldest = next(n for n in pool.tree.live() if pool.tree.keys[n] == fresh(4, 100))
+    assert pool.moves.finish(pool.moves.begin(oldest).handle)
+    pool.evict(4)
+    assert pool.probe(root(pool), fresh(5, 100)) == 0
+    sound(pool)
+
+
+def test_a_number_that_is_used_again_is_another_node() -> None:
+    """The node was evicted and its number and slots went to another prefix: the copy is of what was there before."""
+    pool = make(blocks=5)
+    s = pool.open_session()
+    cache(pool, s, fresh(4, 0))
+    node = node_of(pool)
+    where = pool.tree.extents(node)
+    move = pool.moves.begin(
+        node, 0, 4, [max(pool.runs.length_at) + pool.runs.length_at[max(pool.runs.length_at)] - 4, 4]
+    )
+    pool.evict(4)
+    got = admit(pool, s, fresh(4, 900))
+    pool.commit(s, got.sequence, 4)
+    pool.free(s, got.sequence)
+    assert node_of(pool) == node
+    assert pool.tree.extents(node) == where
+    assert not pool.moves.finish(move.handle)
+    assert slots(admit(pool, s, fresh(5, 900)).extents)[:4] == slots(where)
+    sound(pool)
+
+
+def told(pool: Pool) -> list[Moved]:
+    return [push for push in pool.poll(pool.now) if isinstance(push, Moved)]
+
+
+def follower(pool: Pool) -> Session:
+    """A session that follows moves: it has stepped."""
+    session = pool.open_session(movable=True, append="chain")
+    step(pool, session)
+    complete(pool, session)
+    return session
+
+
+def test_who_follows_is_told() -> None:
+    """A leased node moves where its readers follow: each sequence is told which of its positions stand where."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    long = admit(pool, s, fresh(9, 0))
+    short = admit(pool, s, fresh(6, 0))
+    move = pool.moves.begin(node_of(pool), 2, 6)
+    assert pool.moves.finish(move.handle)
+    where = slots(move.target)
+    pushes = told(pool)
+    assert [push.epoch for push in pushes] == [1, 2], "a number each: a connection may end between any two"
+    assert {push.sequence: (push.position, slots(push.extents)) for push in pushes} == {
+        long.sequence: (2, where),
+        short.sequence: (2, where[:3]),
+    }
+    for each in (long, short):
+        table = slots(each.extents)
+        push = next(push for push in pushes if push.sequence == each.sequence)
+        moved = slots(push.extents)
+        table[2 : 2 + len(moved)] = moved
+        assert slots(pool.table(s, each.sequence)) == table
+    sound(pool)
+
+
+def test_old_slots_wait_for_the_step_that_applies_the_move() -> None:
+    """The old place is free once the steps before the one that applied the move have completed, not sooner."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    admit(pool, s, fresh(9, 0))
+    reading = step(pool, s)
+    move = pool.moves.begin(node_of(pool))
+    old = slots(move.source)
+    assert pool.moves.finish(move.handle)
+
+    def is_free() -> bool:
+        runs = pool.runs.length_at.items()
+        return all(any(start <= slot < start + length for start, length in runs) for slot in old)
+
+    assert not is_free()
+    pool.progress(
+        s, s.submitted, s.completed, epoch=1
+    )  # between the two stores of a client that begins a step
+    assert not is_free()
+    pool.progress(s, s.submitted + 1, s.completed, epoch=1)
+    assert not is_free()
+    assert pool.statistics().moving == 8
+    sound(pool)
+    pool.progress(s, s.submitted, reading, epoch=1)
+    assert is_free()
+    assert pool.statistics().moving == 0
+    sound(pool)
+
+
+def test_old_slots_wait_for_every_session() -> None:
+    """Where two engines read, the old place waits for both; who lags keeps it."""
+    pool = make(blocks=17)
+    a, b = follower(pool), follower(pool)
+    cache(pool, a, fresh(8, 0))
+    admit(pool, a, fresh(9, 0))
+    admit(pool, b, fresh(9, 0))
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    assert {push.session for push in told(pool)} == {a.handle, b.handle}
+    pool.progress(a, a.submitted + 1, a.submitted + 1, epoch=1)
+    assert pool.statistics().moving == 8
+    sound(pool)
+    pool.progress(b, b.submitted + 1, b.submitted + 1, epoch=1)
+    assert pool.statistics().moving == 0
+    sound(pool)
+
+
+def test_the_dead_do_not_keep_old_slots() -> None:
+    """A reader that died before it applied a move keeps the old place until its process is proven gone."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    admit(pool, s, fresh(9, 0))
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    pool.lose(s)
+    pool.sweep()
+    assert pool.statistics().moving == 8
+    sound(pool)
+    pool.gone(s)
+    pool.sweep()
+    assert pool.statistics().moving == 0
+    sound(pool)
+
+
+def test_who_returns_is_told_again() -> None:
+    """Pushes go with a broken connection: who comes back hears of the moves it has not applied."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    admit(pool, s, fresh(9, 0))
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    first = told(pool)
+    pool.lose(s)
+    pool.resume(s)
+    assert told(pool) == first != []
+    pool.progress(s, s.submitted + 1, s.submitted, epoch=1)
+    pool.lose(s)
+    pool.resume(s)
+    assert told(pool) == []
+    sound(pool)
+
+
+def test_a_fork_reads_where_its_parent_will() -> None:
+    """A fork made after a move stands in the new place; both are told of the next one."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    parent = admit(pool, s, fresh(9, 0))
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    told(pool)
+    child = fork(pool, s, parent.sequence, length=8)
+    move = pool.moves.begin(node_of(pool))
+    assert pool.moves.finish(move.handle)
+    pushes = told(pool)
+    assert {push.sequence for push in pushes} == {parent.sequence, child.sequence}
+    assert [push.epoch for push in pushes] == [2, 3]
+    sound(pool)
+
+
+def test_a_readers_own_copies_are_left_out() -> None:
+    """A sequence that computed what the tree has too reads its own slots, and is not told to read the tree's."""
+    pool = make(blocks=17)
+    s = follower(pool)
+    one, two = admit(pool, s, fresh(8, 0)), admit(pool, s, fresh(8, 0))
+    pool.commit(s, one.sequence, 8)
+    assert pool.commit(s, two.sequence, 4) == Committed(4, 0, 4)
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    assert [push.sequence for push in told(pool)] == [one.sequence]
+    sound(pool)
+
+
+def test_who_does_not_follow_is_not_relied_upon() -> None:
+    """Sessions that did not say so, read whole pages, copy tails, have not stepped lately or lag are left alone."""
+    for options in ({"movable": False}, {"movable": True, "page": 4}, {"movable": True, "append": "peel"}):
+        pool = make(blocks=17)
+        s = pool.open_session(**{"append": "chain", **options})
+        step(pool, s)
+        complete(pool, s)
+        cache(pool, s, fresh(8, 0))
+        admit(pool, s, fresh(9, 0))
+        with pytest.raises(OutOfTurn, match="cannot be told"):
+            pool.moves.begin(node_of(pool))
+    pool = make(blocks=17)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    admit(pool, s, fresh(9, 0))
+    for _ in range(2):
+        assert pool.moves.readers(node_of(pool)) is not None
+        pool.stall(s)
+        assert pool.moves.readers(node_of(pool)) is None
+        pool.stall(s, False)
+    pool.poll(60.0)
+    assert pool.moves.readers(node_of(pool)) is None, "it has not stepped for a minute"
+    pool.progress(s, s.submitted + 1, s.submitted, now=60.0)
+    s.unapplied = 10_000
+    assert pool.moves.readers(node_of(pool)) is None, "it has more unapplied than it may"
+    s.unapplied = 0
     sound(pool)

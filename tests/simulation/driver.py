@@ -144,14 +144,17 @@ class Driver:
         if len(world.engines) >= 4:
             return False
         pages = [page for page in (1, 1, 1, 2, 4, 8) if self.config.block_size % page == 0]
+        follows = rng.random() < 0.4 and not self.config.windowed
         engine = world.engine(
-            page=rng.choice(pages),
+            page=1 if follows else rng.choice(pages),
             quota=UNLIMITED if rng.random() < 0.7 else rng.randrange(1, 2 * world.pool.usable),
-            append=rng.choice(("", "chain", "peel")),
+            append="chain" if follows else rng.choice(("", "chain", "peel")),
             peel_max=rng.choice((-1, -1, 1, 3)),
-            workers=int(rng.random() < 0.2),
+            workers=int(rng.random() < 0.2 and not follows),
+            movable=follows,
         )
-        return f"session {engine.session.handle} page {engine.page} of {len(engine.sessions)}"
+        kind = " follows" if follows else ""
+        return f"session {engine.session.handle} page {engine.page} of {len(engine.sessions)}{kind}"
 
     def allocate(self) -> object:
         engine, rng, world = self.an_engine(), self.rng, self.world
@@ -298,9 +301,24 @@ class Driver:
         nodes = self.world.movable()
         if not nodes or len(self.world.moves) > 3:
             return False
-        node = self.rng.choice(nodes)
+        rng, pool = self.rng, self.world.pool
+        node = rng.choice(nodes)
+        at = length = 0
+        target: list[int] | None = None
+        if rng.random() < 0.5:
+            units = pool.tree.length[node] // pool.unit
+            at = rng.randrange(units)
+            length = rng.randint(1, units - at) * pool.unit
+            at *= pool.unit
+        moved = length or pool.tree.length[node] - at
+        if pool.unit == 1 and rng.random() < 0.5:
+            run = rng.choice([*pool.runs.length_at, pool.padding])
+            target = [run, moved]
+            if rng.random() < 0.5:
+                target = [run + pool.runs.length_at.get(run, moved) - moved, moved]
         try:
-            return f"node {node} {self.world.pool.tree.extents(node)}: {self.world.move(node)}"
+            told = f"node {node} {pool.tree.extents(node)} from {at}"
+            return f"{told}: {self.world.move(node, at, length, target)}"
         except Refusal as refusal:
             return f"refused: {refusal}"
 

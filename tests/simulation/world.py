@@ -8,7 +8,8 @@ Three records are kept beside the pool, each as naive as can be, and compared wi
 
 An engine submits steps: each runs its copies, reads every slot of its sequences and writes the next ones.  A step
 executes at any moment between its submission and its completion, so whatever is handed out too early is overwritten
-or misread, and the paint shows it.  Copies of moves run on the simulated device, late.
+or misread, and the paint shows it.  Copies of moves run on the simulated device, late.  An engine that follows moves is
+told of them and goes by its old tables until it submits its next step.
 
 Slots that a step in flight, a copy or a fence still covers are counted; the pool must not let go of them.
 """
@@ -36,6 +37,7 @@ from kvslot.allocator import (
     audit,
 )
 from kvslot.allocator.admission import Ticket
+from kvslot.allocator.results import Moved
 from kvslot.daemon.device import Completion, Event, Geometry
 from kvslot.daemon.device.simulated import Schedule, SimulatedDevice
 
@@ -45,7 +47,7 @@ EXCESS_CELLS = 4
 ALLOWED = {
     (FREE, PRIVATE), (FREE, MOVING), (FREE, RESERVED), (FREE, FREE),
     (PRIVATE, CACHED), (PRIVATE, FENCED), (PRIVATE, FREE), (PRIVATE, RESERVED), (PRIVATE, QUARANTINED),
-    (CACHED, FREE), (CACHED, RESERVED),
+    (CACHED, FREE), (CACHED, RESERVED), (CACHED, MOVING),
     (FENCED, FREE), (FENCED, RESERVED), (FENCED, QUARANTINED),
     (MOVING, CACHED), (MOVING, FREE), (MOVING, RESERVED),
     (RESERVED, FREE),
@@ -163,6 +165,13 @@ class Engine:
     guards: list[Guard] = field(default_factory=list)
     life: str = "live"
     stuck: bool = False  # its steps do not complete
+    movable: bool = False
+    epoch: int = 0  # of the last move it has applied
+    heard: int = 0  # ... and that it was told of
+    told: list[tuple[int, Seq, int, list[int]]] = field(
+        default_factory=list
+    )  # (epoch, sequence, position, slots)
+    missed: list[Moved] = field(default_factory=list)  # pushes that went with its connection
 
     @property
     def session(self) -> Session:
@@ -350,16 +359,58 @@ class World:
         kept = seq.kept_from
         listed = expand(pool.table_of(sequence))
         listed = listed[len(listed) - (len(table) - kept) :]
-        if listed != table[kept:]:
-            raise Fault(f"sequence {seq.handle}: the pool lists {listed}, the engine has {table[kept:]}")
+        now = self.table_to_come(seq)
+        if listed != now[kept:]:
+            raise Fault(f"sequence {seq.handle}: the pool lists {listed}, the engine has {now[kept:]}")
         memory, pending, values, shadow = self.memory, self.pending, seq.values, self.shadow
         for position in range(kept, min(seq.ready, len(table))):
             slot = table[position]
             if memory[slot] != values[position] and not pending[slot]:
                 raise Fault(f"sequence {seq.handle} misreads position {position} in slot {slot}")
+        allowed = (
+            (PRIVATE, CACHED, QUARANTINED, MOVING) if now is not table else (PRIVATE, CACHED, QUARANTINED)
+        )
         for slot in table[kept:]:
-            if shadow[slot] not in (PRIVATE, CACHED, QUARANTINED):
+            if shadow[slot] not in allowed:
                 raise Fault(f"sequence {seq.handle} has slot {slot}, which is {State(shadow[slot]).name}")
+
+    def table_to_come(self, seq: Seq) -> list[int]:
+        """Its table once it has applied all that it was told, or would have been told had its connection held."""
+        engine = seq.engine
+        told = [(position, slots) for _, each, position, slots in engine.told if each is seq]
+        told += [
+            (each.position, expand(each.extents)) for each in engine.missed if each.sequence == seq.handle
+        ]
+        table = list(seq.table) if told else seq.table
+        for position, slots in told:
+            table[position : position + len(slots)] = slots
+        return table
+
+    def tell(self, engine: Engine, push: Moved) -> None:
+        """An engine reads of a move; what it has heard already is said again after a broken connection."""
+        engine.missed = [each for each in engine.missed if each != push]
+        seq = engine.seqs.get(push.sequence)
+        if push.epoch >= engine.heard and seq is not None:
+            said = (push.epoch, seq, push.position, expand(push.extents))
+            if said not in engine.told and push.epoch > engine.epoch:
+                engine.told.append(said)
+        engine.heard = max(engine.heard, push.epoch)
+
+    def apply(self, engine: Engine) -> None:
+        """The engine's next step goes by what it was told."""
+        for _, seq, position, slots in engine.told:
+            if not seq.ended:
+                table = list(seq.table)
+                table[position : position + len(slots)] = slots
+                self._retable(seq, table)
+        engine.told.clear()
+        if engine.heard > engine.epoch:
+            engine.epoch = engine.heard
+            self.tally["epochs applied"] += 1
+            if engine.life == "live" and self.rng.random() < 0.5:
+                # The daemon reads the page between the two stores: the epoch is there, the step is not yet.
+                session = engine.session
+                self.pool.progress(session, engine.submitted, engine.completed[0], epoch=engine.epoch)
 
     def _handle(self, handle: int) -> None:
         require(handle > self.handles, "handle", handle, "was given out before")
@@ -378,11 +429,12 @@ class World:
         append: str = "",
         peel_max: int = -1,
         workers: int = 0,
+        movable: bool = False,
     ) -> Engine:
         pool = self.pool
-        first = pool.open_session(page=page, quota=quota, append=append, peel_max=peel_max)
+        first = pool.open_session(page=page, quota=quota, append=append, peel_max=peel_max, movable=movable)
         sessions = [first, *(pool.open_session(page=page, group=first) for _ in range(workers))]
-        engine = Engine(sessions, first.page, completed=[0] * len(sessions))
+        engine = Engine(sessions, first.page, completed=[0] * len(sessions), movable=movable)
         self.engines.append(engine)
         return engine
 
@@ -409,7 +461,8 @@ class World:
         idle = self._idle()
         running = bool(pool.sequences)
         oldest = next((t for t in pool.admission.waiting.values() if _within_quota(t)), None)
-        due = oldest.need if oldest is not None and oldest.handle != ticket else 0
+        mine = ticket in pool.admission.waiting or ticket in pool.admission.awaiting
+        due = oldest.need if oldest is not None and not (mine and ticket <= oldest.handle) else 0
         held_before = ticket in pool.admission.waiting
         answer = pool.allocate(
             engine.session, root, pack(tokens), now=self.now, ticket=ticket, priority=priority, contiguous=contiguous,
@@ -474,8 +527,9 @@ class World:
         """Nothing runs, nothing is coming back, nobody waits: whatever fits must be let in."""
         pool = self.pool
         waiting = (
-            pool.admission.waiting or pool.admission.growth or pool.admission.window or pool.moves.tickets
-        )
+            pool.admission.waiting or pool.admission.growth or pool.admission.window
+            or pool.moves.tickets or pool.moves.retired
+        )  # fmt: skip
         held = any(s.fences or s.pins or s.owes or s.life for s in pool.sessions.values())
         return not pool.sequences and not waiting and not held
 
@@ -526,7 +580,11 @@ class World:
             limit = min(engine.session.quota, pool.usable) // engine.page * engine.page
             alone = len(pool.sequences) == 1 or (engine.session.quota < pool.usable and len(engine.seqs) == 1)
             require(answer.needed > limit or alone, "NEVER with others running:", answer)
-            coming = pool.moves.tickets or any(s.fences or s.life for s in pool.sessions.values())
+            coming = (
+                pool.moves.tickets
+                or pool.moves.retired
+                or any(s.fences or s.life for s in pool.sessions.values())
+            )
             require(
                 answer.needed > limit or len(pool.sequences) > 1 or not coming,
                 "NEVER with memory coming back",
@@ -565,6 +623,7 @@ class World:
 
     def submit(self, engine: Engine, work: list[tuple[Seq, int]]) -> Step:
         """A step: queued copies, then each sequence reads all it has and writes the next `n` tokens it has room for."""
+        self.apply(engine)
         engine.submitted += 1
         step = Step(engine.submitted, [copy for _, copy in engine.queued], [], [], [], [])
         for seq, _ in engine.queued:
@@ -595,7 +654,9 @@ class World:
         for index, session in enumerate(engine.sessions):
             # A worker's page may be read late; a lost session's is not.
             if engine.life == "live" and (index == 0 or self.rng.random() < 0.5):
-                self.pool.progress(session, engine.submitted, engine.completed[index])
+                self.pool.progress(
+                    session, engine.submitted, engine.completed[index], epoch=engine.epoch, now=self.now
+                )
         return step
 
     def execute(self, engine: Engine) -> bool:
@@ -636,7 +697,7 @@ class World:
         if last:
             self._retire(engine)
         if engine.life == "live":
-            self.pool.progress(engine.sessions[member], engine.submitted, number)
+            self.pool.progress(engine.sessions[member], engine.submitted, number, epoch=engine.epoch)
         return True
 
     def _retire(self, engine: Engine) -> None:
@@ -762,6 +823,11 @@ class World:
         for slot in child.table:
             self.in_tables[slot] += 1
         engine.seqs[child.handle] = child
+        engine.told += [
+            (epoch, child, position, slots[: length - position])
+            for epoch, each, position, slots in engine.told
+            if each is seq and position < length
+        ]
         self.tally["forked"] += 1
         return child
 
@@ -795,7 +861,14 @@ class World:
         sequence = pool.sequences[seq.handle]
         listed = expand(pool.table_of(sequence))
         front = listed[len(listed) - (capacity - after) :]
-        require(front[: keep_to - after] == seq.table[after:keep_to], "a trim changed what it kept")
+        engine.told = [
+            (epoch, each, position, slots[: keep_to - position] if each is seq else slots)
+            for epoch, each, position, slots in engine.told
+            if each is not seq or position < keep_to
+        ]
+        kept_table = self.table_to_come(seq)[after:keep_to] if engine.told else seq.table[after:keep_to]
+        require(front[: keep_to - after] == kept_table, "a trim changed what it kept")
+        front[: keep_to - after] = seq.table[after:keep_to]
         seq.kept_from = after
         seq.table = [-1] * after + front
         for slot in front:
@@ -851,6 +924,7 @@ class World:
     def _drop(self, seq: Seq) -> None:
         seq.ended = True
         del seq.engine.seqs[seq.handle]
+        seq.engine.told = [each for each in seq.engine.told if each[1] is not seq]
         for slot in (*seq.table[seq.kept_from :], *seq.leased):
             self.in_tables[slot] -= 1
 
@@ -878,12 +952,14 @@ class World:
         return [
             n
             for n in tree.live()
-            if tree.length[n] and not tree.holds[n] and tree.length[n] <= self.pool.runs.total
+            if tree.length[n]
+            and tree.length[n] <= self.pool.runs.total
+            and (not tree.holds[n] or self.pool.moves.readers(n) is not None)
         ]
 
-    def move(self, node: int) -> int:
+    def move(self, node: int, at: int = 0, length: int = 0, target: list[int] | None = None) -> int:
         """Begins a move and queues its copy."""
-        move = self.pool.moves.begin(node)
+        move = self.pool.moves.begin(node, at, length, target)
         self._handle(move.handle)
         source, target = expand(move.source), expand(move.target)
         require(len(source) == len(target), "a move of", len(source), "slots to", len(target))
@@ -904,8 +980,16 @@ class World:
         source, target = self.move_slots.pop(handle)
         del self.moves[handle]
         before = [(self.end_of.get(slot), self.value_of.get(slot)) for slot in source]
-        leased = [slot for slot in source if self.in_use[slot] or self.in_tables[slot]]
         self.moving_now = set(source)
+        leased: list[int] = []
+        for engine in self.engines:
+            if not engine.movable or engine.life != "live":
+                for seq in engine.seqs.values():
+                    leased += self.moving_now.intersection(seq.table[seq.kept_from :] + seq.leased)
+                for step in engine.flight:
+                    leased += self.moving_now.intersection(step.uses)
+            for guard in engine.guards:
+                leased += self.moving_now.intersection(guard.slots)
         try:
             published = self.pool.moves.finish(handle, copied)
         finally:
@@ -921,6 +1005,14 @@ class World:
             "published other slots than it copied",
         )
         self.events.clear()
+        pushes = self.pool.pushes
+        self.pool.pushes = [push for push in pushes if not isinstance(push, Moved)]
+        for push in pushes:
+            if isinstance(push, Moved):
+                engine = next(each for each in self.engines if push.session == each.session.handle)
+                require(engine.movable and engine.life == "live", "told who does not follow of", push)
+                self.tell(engine, push)
+                self.tally["told"] += 1
         at = dict(zip(source, target, strict=True))
         for (end, value), slot in zip(before, target, strict=True):
             require(end is not None and value is not None, "moved what is not cached")
@@ -936,6 +1028,15 @@ class World:
     def lose(self, engine: Engine) -> None:
         """The connections break; the processes may live on."""
         engine.life = "lost"
+        if engine.told and self.rng.random() < 0.5:
+            # Some of what it was told never reached it.
+            epoch = self.rng.choice([epoch for epoch, *_ in engine.told])
+            engine.heard = epoch - 1
+            for at, seq, position, slots in engine.told:
+                if at >= epoch:
+                    pieces = [each for slot in slots for each in (slot, 1)]
+                    engine.missed.append(Moved(engine.session.handle, at, seq.handle, position, pieces))
+            engine.told = [each for each in engine.told if each[0] < epoch]
         for session in engine.sessions:
             self.pool.lose(session)
         for seq in engine.seqs.values():
@@ -947,7 +1048,13 @@ class World:
         engine.life = "live"
         for index, session in enumerate(engine.sessions):
             self.pool.resume(session)
-            self.pool.progress(session, engine.submitted, engine.completed[index])
+            self.pool.progress(session, engine.submitted, engine.completed[index], epoch=engine.epoch)
+        pushes = self.pool.pushes
+        self.pool.pushes = [push for push in pushes if not isinstance(push, Moved)]
+        engine.missed.clear()
+        for push in pushes:
+            if isinstance(push, Moved):
+                self.tell(engine, push)
         self.tally["resumed"] += 1
 
     def gone(self, engine: Engine) -> None:
