@@ -384,7 +384,9 @@ class Admission:
     def _coming(self) -> bool:
         """Whether memory will come back that no sequence holds: fences, moves, pins, what the sweep will release."""
         pool = self.pool
-        return bool(pool.moves.tickets or pool.moves.retired) or any(s.fences or s.life or s.pins for s in pool.sessions.values())
+        return bool(pool.moves.tickets or pool.moves.retired) or any(
+            s.fences or s.life or s.pins for s in pool.sessions.values()
+        )
 
     def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""

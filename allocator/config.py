@@ -33,6 +33,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         False  # the caller keeps the headroom by `replenish`, between requests; else each request does
     )
     eviction: str = "lru"
+    emptying: int = (
+        8  # oldest small leaves among which one whose death empties a block goes first; 1: just the oldest
+    )
     quantum: int = 0  # slots of a growth run; 0: 32 tokens or a block, whichever is smaller
     fence_patience: float = 0.05  # how long memory that is coming free holds eviction back
     ticket_grace: float = 1.0  # how long a ticket keeps its age after Ready was pushed
@@ -63,6 +66,8 @@ def check_config(config: PoolConfig) -> None:
         raise BadRequest(f"headroom {config.headroom} is not in 0..1")
     if not 0 <= config.watermark < 1:
         raise BadRequest(f"watermark {config.watermark} is not in 0..1")
+    if config.emptying < 1:
+        raise BadRequest(f"emptying {config.emptying}: of no leaf none can be chosen")
     if config.quantum < 0 or config.quantum > MAX_BLOCK_SIZE:
         raise BadRequest(f"quantum {config.quantum} is not in 0..{MAX_BLOCK_SIZE}")
     if config.append not in ("chain", "peel"):

@@ -17,7 +17,7 @@ from kvslot.allocator.results import Push, Space
 from kvslot.allocator.runs import FRESH, REUSED, FreeRuns
 from kvslot.allocator.sessions import Sequence, Session
 from kvslot.allocator.slots import CACHED, FREE, RESERVED, Ledger
-from kvslot.allocator.tree import MOVING_FLAG, PrefixTree
+from kvslot.allocator.tree import PrefixTree
 
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
 HOLE_LEAST = 3  # slots; a shorter hole costs an extent and saves next to nothing
@@ -31,7 +31,6 @@ PAGE_VICTIMS = 64  # leaves that a request for whole pages looks at before it co
 AHEAD_ROUNDS = (
     4  # of eviction in a request where others go on between requests; then scattered slots have to do
 )
-EMPTYING = 8  # oldest leaves among which one whose death empties a block is preferred
 
 
 class Placement:
@@ -373,7 +372,7 @@ class Placement:
     def _emptying(self, oldest: int) -> int:
         """Of the oldest few leaves the first whose death empties a block, else the oldest."""
         tree, runs = self.tree, self.runs
-        for node in tree.evictor.candidates(EMPTYING):
+        for node in tree.evictor.candidates(self.config.emptying):
             extents = tree.extents(node)
             for i in range(0, len(extents), 2):
                 if runs.would_free_blocks(extents[i], extents[i + 1]):
@@ -392,13 +391,8 @@ class Placement:
             )
 
     def _hold_less(self, node: int, end: int) -> int:
-        """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted.
-
-        A node on the move is left whole: an answer that may yet be LATER gives up nobody's work.
-        """
+        """Turns a hold on `node` into one on its part up to position `end`, so that the rest can be evicted."""
         tree = self.tree
-        if tree.flags[node] & MOVING_FLAG:
-            return node
         at = end - tree.depth[node]
         upper = tree.split(node, at + -at % self.unit)
         tree.hold(upper)
@@ -426,9 +420,6 @@ class Placement:
                 node = tree.parent[node]
             if depth[node] + length[node] <= end:
                 tree.hold(node)
-            elif tree.flags[node] & MOVING_FLAG:
-                self.loose = True
-                continue
             else:
                 node = tree.split(node, end - depth[node])
                 tree.hold(node)

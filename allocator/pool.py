@@ -394,9 +394,7 @@ class Pool(Lifecycle, Pages):
         """Gives a ticket up."""
         self.admission.withdraw(session, ticket)
 
-    def begin_move(
-        self, node: int, at: int = 0, length: int = 0, target: list[int] | None = None
-    ) -> Move:
+    def begin_move(self, node: int, at: int = 0, length: int = 0, target: list[int] | None = None) -> Move:
         """Starts to move tokens [at, at + length) of a node (`length` 0: all from there on); see moves.py."""
         return self.moves.begin(node, at, length, target)
 
