@@ -1,0 +1,584 @@
+"""When may a copy run: how long the engines will stay idle, told from how long they did so before.
+
+    engine A   ====step====|.....................|====step====|...........
+    engine B   ..|==step==|......................................|==step==
+                            ^ began with A's end  ^ a step begins: if a copy runs now, the step has met it
+                            |<------- gap ------->|
+
+A gap is when every engine that is not stalled is idle.  A copy that runs during [t, t + c) is met if a step begins
+within; the share of step begins that meet one shall be `share` (1 %), and as much of the gaps as possible be used.
+
+What maximises that is a threshold on the *hazard*, the rate at which steps begin now given that none has so far: each
+moment of idle time has one price, the chance that a step begins in it, and the cheapest are bought first, whichever
+gap they belong to (Neyman and Pearson's lemma).  A timeout can only buy what comes late in a gap, a prediction of the
+gap's length only what comes early.  A threshold on the hazard buys both: what comes before the shortest of the gaps
+between decode steps, and what comes after an engine has been idle for longer than those.
+
+*Order.*  For each engine the hazard is estimated by age on a logarithmic scale (32 bins an octave), as in a life
+table: of the gaps that reached a bin, which share ended in it.  Counts are decayed.  They are kept for all engines
+together, for the engine, and for the engine by what came before the gap: the class of the previous gap and of the
+step between (prefill, decode, the first after a night).  A finer table leans on the coarser one where it has seen
+little, and the coarsest on Lomax's tail, hazard 1 / age: what has been quiet for a while will be for as long again.
+A second family of tables counts ages relative to a running mean of the engine's short gaps, and so follows a batch
+that grows.  The two are mixed by how well each has told the gaps so far (Bayes), and given that this gap goes on.
+Hazards of several engines add up: whichever begins first ends the gap.
+
+*Level.*  The threshold is the `share` quantile of the hazards at which earlier gaps did end, so that, were the future
+like the past, that share of begins falls into what is bought, however wrong the estimates are (conformal prediction).
+
+Pure: time comes in with the events, in seconds of any clock that does not jump.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SHARE: Final = 0.01
+"""Of the steps that may begin while a copy runs."""
+LEAST_S: Final = 80e-6
+"""What a chunk of 256 KiB takes at 3.3 GB/s: a shorter budget is of no use."""
+MOST_S: Final = 0.25
+"""Of one answer; who has used it up asks again."""
+
+BINS_OCTAVE: Final = 32
+FLOOR_S: Final = 8e-6
+"""Ages below count as this: no chunk fits into them."""
+OCTAVES: Final = (
+    27  # up to 18 minutes; what lasts longer stays in the last bin, whose hazard goes on falling with age
+)
+BINS: Final = BINS_OCTAVE * OCTAVES
+CENTRE: Final = 6 * BINS_OCTAVE
+"""Where a relative table has the running mean: short gaps lie close to it, long ones far above."""
+RATIO: Final = 2.0 ** (1 / BINS_OCTAVE)
+EDGES: Final[Floats] = np.asarray(FLOOR_S * RATIO ** np.arange(BINS + 1), dtype=np.float64)
+TAIL: Final = 1.0 - 1.0 / RATIO
+"""Chance to end within one bin under the Lomax tail, whose survival falls with 1 / age."""
+
+KERNEL: Final[Floats] = np.array([1.0, 2.0, 3.0, 2.0, 1.0]) / 9.0
+"""How an observed length is spread over neighbouring bins: two to either side, 4 % of the length."""
+REACHED: Final[Floats] = np.cumsum(KERNEL[::-1])[::-1].copy()
+"""Share of the spread length that reaches each of those bins."""
+SPREAD: Final = len(KERNEL) // 2
+
+COUNT_GAPS: Final = 4096.0
+"""Gaps after which a count has faded to 1/e."""
+LEAN: Final = 3.0
+"""Weight of the coarser table, in gaps."""
+SCORE_FADE: Final = 0.99
+LEVEL_BINS: Final = 16  # an octave of hazard
+LEVEL_FLOOR: Final = 2.0**-16  # per second
+LEVEL_SPAN: Final = 40 * LEVEL_BINS
+LEVEL_GAPS: Final = 20_000.0
+LEVEL_START: Final = 0.1
+"""Hazard per second at which copies run before anything is known: after ten seconds of silence (1 / age)."""
+
+
+class GapStatistics(msgspec.Struct, frozen=True):
+    """What `GapPredictor.statistics` tells; counts since it was made."""
+
+    engines: int
+    stalled: int
+    idle: bool
+    """A gap goes on."""
+    steps: int
+    """Steps that began."""
+    gaps: int
+    """Gaps that ended."""
+    met: int
+    """Steps that began within an answered budget."""
+    threshold: float
+    """Hazard per second up to which copies may run."""
+    idle_s: float
+    """Sum of the gaps that ended."""
+    granted_s: float
+    """Of those, what was answered as budget."""
+    surprise: float
+    """Mean factor between an ended gap and its median as predicted at its beginning: 1 would be exact."""
+
+
+class _Table:
+    """A life table: by bin of age, how many gaps reached it, and how many of those ended in it."""
+
+    __slots__ = ("ended", "reached", "weight")
+
+    def __init__(self) -> None:
+        self.ended: Floats = np.zeros(BINS)
+        self.reached: Floats = np.zeros(BINS)
+        self.weight = 0.0
+
+    def add(self, at: int, weight: float) -> None:
+        """A gap ended in bin `at`."""
+        at = min(max(at, SPREAD), BINS - 1 - SPREAD)
+        low, high = at - SPREAD, at + SPREAD + 1
+        self.ended[low:high] += KERNEL * weight
+        self.reached[:low] += weight
+        self.reached[low:high] += REACHED * weight
+        self.weight += weight
+
+    def scale(self, factor: float) -> None:
+        self.ended *= factor
+        self.reached *= factor
+        self.weight *= factor
+
+
+class _Curve:
+    """Hazards by bin under one family of tables in one context: chance to end in a bin, log chance to reach it."""
+
+    __slots__ = ("chance", "due", "survival")
+
+    def __init__(self, chance: Floats, due: float) -> None:
+        self.chance = chance
+        self.survival: Floats = np.zeros(BINS)
+        np.cumsum(np.log1p(-chance[:-1]), out=self.survival[1:])
+        self.due = due
+        """When the leaf's weight has come to this, the curve is made anew."""
+
+
+class _Family:
+    """Tables of one way to count ages: absolute, or relative to a running mean."""
+
+    __slots__ = ("curves", "gain", "mean", "tables")
+
+    def __init__(self, gain: float) -> None:
+        """`gain` of the running mean; 0: ages are absolute."""
+        self.gain = gain
+        self.mean = 0.0  # in bins
+        self.tables: dict[tuple[int, ...], _Table] = {}
+        self.curves: dict[tuple[int, ...], _Curve] = {}
+
+    @property
+    def shift(self) -> int:
+        """What is added to a bin of age to find its bin in the tables."""
+        return CENTRE - round(self.mean) if self.gain else 0
+
+
+def _bin(seconds: float) -> int:
+    """The bin of a length or an age."""
+    if seconds < EDGES[1]:
+        return 0
+    return min(int(math.log2(seconds / FLOOR_S) * BINS_OCTAVE), BINS - 1)
+
+
+class _Engine:
+    """One engine's history, and where it is now."""
+
+    __slots__ = (
+        "began",
+        "before",
+        "busy",
+        "context",
+        "ended",
+        "families",
+        "gap",
+        "logs",
+        "stalled",
+        "step",
+        "weight",
+    )
+
+    def __init__(self, at: float, gains: tuple[float, ...]) -> None:
+        self.busy = False
+        self.stalled = False
+        self.began = at
+        self.ended = at
+        self.gap = -1  # bin of the last gap; -1: none yet
+        self.step = -1  # bin of the last step
+        self.families = [_Family(gain) for gain in gains]
+        self.logs = [0.0] * len(gains)  # how well each family has told the gaps so far, faded
+        self.weight = 1.0
+        self.context: list[tuple[tuple[int, ...], ...]] = []
+        self.before = -1
+
+
+class GapPredictor:
+    """Where in time copies may run.  One engine is one session that steps; it is known by any number.
+
+    Feed it with `joined`, `began`, `ended` (or `seen`, which takes what a session page says), `stalled`, `forget`;
+    ask it `budget` and `next`.  Times must not run backwards by more than the reading of a clock may differ.
+    """
+
+    __slots__ = (
+        "_busy", "_engines", "_gaps", "_granted_s", "_idle_s", "_level", "_level_due", "_level_weight", "_least",
+        "_met", "_most", "_plan", "_since", "_share", "_steps", "_surprise", "_threshold", "_until", "_roots",
+        "_root_weight",
+    )  # fmt: skip
+
+    gains: tuple[float, ...] = (0.0, 0.05, 0.3)
+
+    def __init__(self, share: float = SHARE, least: float = LEAST_S, most: float = MOST_S) -> None:
+        """`share` of step begins may meet a copy; budgets are from `least` to `most` seconds."""
+        if not 0 < share < 1:
+            raise ValueError(f"share {share}: between 0 and 1")
+        if not 0 < least <= most:
+            raise ValueError(
+                f"budgets from {least} to {most} s: the least must be above 0, and not above the most"
+            )
+        self._share = share
+        self._least = least
+        self._most = most
+        self._engines: dict[int, _Engine] = {}
+        self._busy = 0  # engines that are busy and not stalled
+        self._since = -math.inf  # since when all are idle
+        self._roots = [_Table() for _ in self.gains]
+        self._root_weight = 1.0
+        self._level: Floats = np.zeros(
+            LEVEL_SPAN + 1
+        )  # of ended gaps by hazard; the last counts what cannot be met
+        self._level_weight = 1.0
+        self._level_due = 0
+        self._level[_level(LEVEL_START)] += 1.0
+        self._level[-1] += 1.0 / share - 1.0
+        self._threshold = LEVEL_START
+        self._plan: tuple[float, float, list[tuple[float, float]]] | None = None
+        self._until = -math.inf
+        self._steps = self._gaps = self._met = 0
+        self._idle_s = self._granted_s = self._surprise = 0.0
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def joined(self, engine: int, at: float) -> None:
+        """A new engine is there, idle; nothing happens to a known one."""
+        if engine not in self._engines:
+            self._engines[engine] = _Engine(at, self.gains)
+            self._changed()
+            if self._busy == 0:
+                self._since = max(self._since, at)
+
+    def began(self, engine: int, at: float) -> None:
+        """A step of `engine` began.  An engine not heard of joins."""
+        self.joined(engine, at)
+        one = self._engines[engine]
+        if one.busy:
+            return
+        self._steps += 1
+        alone = self._busy == 0 and not one.stalled
+        if alone:
+            self._end_gap(at)
+        else:
+            self._note(LEVEL_SPAN)
+        self._learn(one, max(at - one.ended, 0.0))
+        one.busy = True
+        one.began = at
+        if not one.stalled:
+            self._busy += 1
+        self._changed()
+
+    def ended(self, engine: int, at: float) -> None:
+        """The step of `engine` ended."""
+        self.joined(engine, at)
+        one = self._engines[engine]
+        if not one.busy:
+            return
+        one.busy = False
+        one.step = _bin(at - one.began)
+        one.ended = at
+        if not one.stalled:
+            self._busy -= 1
+            if self._busy == 0:
+                self._since = at
+        self._changed()
+
+    def seen(self, engine: int, steps: int, began: float, ended: float, busy: bool) -> None:
+        """What a session page says: `steps` submitted so far, when the last one began and the last one ended.
+
+        Pages are looked at now and then: of steps in between nothing is known, and nothing is learnt of the gaps
+        around them.
+        """
+        one = self._engines.get(engine)
+        if one is None:
+            self.joined(engine, ended)
+            one = self._engines[engine]
+            one.before = steps
+            if busy:
+                self._resume(one, began)
+            return
+        missed = steps - one.before
+        one.before = steps
+        if missed == 0:
+            if one.busy and not busy:
+                self.ended(engine, ended)
+        elif missed == 1:
+            if one.busy:
+                # Its end was before this begin, and is not on the page any more unless that step ended, too.
+                self._lost(one, began)
+            self.began(engine, began)
+            if not busy:
+                self.ended(engine, ended)
+        else:
+            self._lost(one, began)
+            self._steps += missed
+            if busy:
+                self._resume(one, began)
+            else:
+                one.began, one.ended, one.step = began, ended, _bin(ended - began)
+                if self._busy == 0:
+                    self._since = max(self._since, ended)
+                self._changed()
+
+    def stalled(self, engine: int, yes: bool = True) -> None:
+        """A stalled engine's step does not keep copies back; no effect on an engine not heard of."""
+        one = self._engines.get(engine)
+        if one is None or one.stalled == yes:
+            return
+        one.stalled = yes
+        if one.busy:
+            self._busy += -1 if yes else 1
+        self._changed()
+
+    def forget(self, engine: int) -> None:
+        """The engine is gone; what it taught about engines in general stays."""
+        one = self._engines.pop(engine, None)
+        if one is not None:
+            if one.busy and not one.stalled:
+                self._busy -= 1
+            self._changed()
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def budget(self, now: float) -> float:
+        """Seconds that may be copied from `now` on; 0: not now."""
+        if self._busy:
+            return 0.0
+        for start, stop in self._runs(now):
+            if stop > now:
+                if start > now or stop - now < self._least:
+                    return 0.0
+                granted = min(stop - now, self._most)
+                self._granted_s += granted - max(0.0, min(self._until, now + granted) - now)
+                self._until = now + granted
+                return granted
+        return 0.0
+
+    def next(self, now: float) -> float:
+        """Seconds from `now` until `budget` may be above 0, if no step begins or ends before; inf: not before one
+        has ended.
+        """
+        if self._busy:
+            return math.inf
+        for start, stop in self._runs(now):
+            if stop - max(start, now) >= self._least:
+                return max(start - now, 0.0)
+        assert self._plan is not None
+        return max(self._plan[1] - now, self._least)
+
+    def statistics(self) -> GapStatistics:
+        """Counts and the present threshold."""
+        return GapStatistics(
+            engines=len(self._engines),
+            stalled=sum(one.stalled for one in self._engines.values()),
+            idle=self._busy == 0,
+            steps=self._steps,
+            gaps=self._gaps,
+            met=self._met,
+            threshold=self._threshold,
+            idle_s=self._idle_s,
+            granted_s=self._granted_s,
+            surprise=2.0 ** (self._surprise / max(self._gaps, 1) / BINS_OCTAVE),
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        self._plan = None
+
+    def _resume(self, one: _Engine, began: float) -> None:
+        """A step goes on whose begin was not seen."""
+        if not one.busy:
+            one.busy = True
+            if not one.stalled:
+                self._busy += 1
+        one.began = began
+        self._changed()
+
+    def _lost(self, one: _Engine, at: float) -> None:
+        """A step that was running has ended some time before `at`."""
+        if one.busy:
+            one.busy = False
+            if not one.stalled:
+                self._busy -= 1
+        one.ended = at
+        one.gap = one.step = -1
+        self._changed()
+
+    def _end_gap(self, at: float) -> None:
+        """All were idle until `at`; which hazard was it that has come true?"""
+        self._gaps += 1
+        self._idle_s += max(at - self._since, 0.0)
+        if at < self._until:
+            self._met += 1
+            self._granted_s -= self._until - at
+        self._until = -math.inf
+        rate = 0.0
+        for one in self._engines.values():
+            if not one.stalled:
+                rate += self._rate(one, at - one.ended)
+        self._note(_level(rate))
+
+    def _note(self, level: int) -> None:
+        """A step began at a hazard of this level."""
+        self._level_weight *= 1 + 1 / LEVEL_GAPS
+        self._level[level] += self._level_weight
+        if self._level_weight > 1e9:
+            self._level /= self._level_weight
+            self._level_weight = 1.0
+        self._level_due -= 1
+        if self._level_due <= 0:
+            self._level_due = 8
+            below = np.cumsum(self._level)
+            # The largest level so that no more than the share of begins lies below its upper end.
+            index = int(np.searchsorted(below, self._share * below[-1], side="right"))
+            start = float(below[index - 1]) if index else 0.0
+            part = (self._share * float(below[-1]) - start) / max(float(self._level[index]), 1e-300)
+            self._threshold = LEVEL_FLOOR * 2.0 ** ((index + min(part, 1.0)) / LEVEL_BINS)
+
+    def _learn(self, one: _Engine, gap: float) -> None:
+        """A gap of this engine has ended."""
+        at = _bin(gap)
+        contexts = self._contexts(one)
+        one.weight *= 1 + 1 / COUNT_GAPS
+        self._root_weight *= 1 + 1 / COUNT_GAPS
+        surprise = 0.0
+        best = max(range(len(one.logs)), key=one.logs.__getitem__)
+        for index, family in enumerate(one.families):
+            bin_at = at + family.shift
+            bin_at = min(max(bin_at, 0), BINS - 1)
+            curve = self._curve(one, index, contexts[index])
+            told = float(curve.survival[bin_at]) + math.log(float(curve.chance[bin_at]))
+            one.logs[index] = SCORE_FADE * one.logs[index] + told
+            if index == best:
+                median = int(np.searchsorted(-curve.survival, math.log(2)))
+                surprise = abs(median - bin_at)
+            self._roots[index].add(bin_at, self._root_weight)
+            for key in contexts[index]:
+                table = family.tables.get(key)
+                if table is None:
+                    table = family.tables[key] = _Table()
+                table.add(bin_at, one.weight)
+            if family.gain:
+                if one.gap < 0:
+                    family.mean = float(at)
+                else:
+                    step = min(max(at - family.mean, -BINS_OCTAVE), BINS_OCTAVE)
+                    family.mean += family.gain * step
+        self._surprise += surprise
+        if self._root_weight > 1e9:
+            for table in self._roots:
+                table.scale(1 / self._root_weight)
+            self._root_weight = 1.0
+        if one.weight > 1e9:
+            for family in one.families:
+                for table in family.tables.values():
+                    table.scale(1 / one.weight)
+                family.curves.clear()
+            one.weight = 1.0
+        one.gap = at
+
+    def _contexts(self, one: _Engine) -> list[tuple[tuple[int, ...], ...]]:
+        """The tables of each family that tell of the present gap, coarse to fine."""
+        out: list[tuple[tuple[int, ...], ...]] = []
+        for family in one.families:
+            if one.gap < 0:
+                out.append(((),))
+                continue
+            if family.gain:
+                past = round((one.gap - family.mean) / BINS_OCTAVE * 2)
+                past = min(max(past, -2), 2)
+            else:
+                past = one.gap // BINS_OCTAVE
+            out.append(((), (past,), (past, one.step // (2 * BINS_OCTAVE))))
+        return out
+
+    def _curve(self, one: _Engine, index: int, context: tuple[tuple[int, ...], ...]) -> _Curve:
+        """The hazards that one family of tables sees in this context."""
+        family = one.families[index]
+        leaf = context[-1]
+        table = family.tables.get(leaf)
+        weight = table.weight if table is not None else 0.0
+        curve = family.curves.get(leaf)
+        if curve is not None and weight < curve.due:
+            return curve
+        root = self._roots[index]
+        unit = self._root_weight
+        chance = (root.ended + TAIL * unit) / (root.reached + unit)
+        unit = LEAN * one.weight
+        for key in context:
+            table = family.tables.get(key)
+            if table is not None:
+                chance = (table.ended + unit * chance) / (table.reached + unit)
+        np.minimum(chance, 1 - 1e-9, out=chance)
+        step = min(max(weight / one.weight / 16, 1.0), 64.0)
+        curve = family.curves[leaf] = _Curve(chance, weight + step * one.weight)
+        return curve
+
+    def _rate(self, one: _Engine, age: float) -> float:
+        """The hazard of one engine at one age, per second."""
+        return float(self._rates(one, np.array([_bin(age)]), np.array([age]))[0])
+
+    def _rates(self, one: _Engine, bins: npt.NDArray[np.int64], ages: Floats) -> Floats:
+        """The hazards of one engine by age, whose bins are given, per second."""
+        contexts = self._contexts(one)
+        top = max(one.logs)
+        above: Floats = np.zeros(len(bins))
+        below: Floats = np.zeros(len(bins))
+        for index, family in enumerate(one.families):
+            log = one.logs[index] - top
+            if log < -30:
+                continue
+            curve = self._curve(one, index, contexts[index])
+            at = bins + family.shift
+            np.clip(at, 0, BINS - 1, out=at)
+            reach = np.exp(np.maximum(curve.survival[at] + log, -600.0))
+            below += reach
+            above += reach * curve.chance[at]
+        width = np.maximum(ages, FLOOR_S) * (RATIO - 1)
+        rates: Floats = -np.log1p(-above / below) / width
+        return rates
+
+    def _runs(self, now: float) -> list[tuple[float, float]]:
+        """When copies may run, from `now` on if nothing happens: times of start and stop, in order."""
+        plan = self._plan
+        if plan is not None and plan[0] <= now < plan[1]:
+            return plan[2]
+        live = [one for one in self._engines.values() if not one.stalled]
+        if not live:
+            self._plan = (now, now + self._most, [(now, now + 2 * self._most)])
+            return self._plan[2]
+        youngest = max(one.ended for one in live)
+        age = max(now - youngest, 0.0)
+        horizon = age + max(2 * self._most, age)
+        first, last = _bin(age), _bin(horizon)
+        edges = EDGES[first : last + 2].copy()
+        edges[0] = age
+        if last == BINS - 1:
+            edges[-1] = max(horizon, edges[-2])
+        middle = np.sqrt(np.maximum(edges[:-1], FLOOR_S / 2) * edges[1:])
+        total: Floats = np.zeros(len(middle))
+        for one in live:
+            ages = middle + (youngest - one.ended)
+            if one.ended == youngest:
+                bins = np.arange(first, last + 1)
+            else:
+                bins = np.minimum(np.log2(np.maximum(ages / FLOOR_S, 1.0)) * BINS_OCTAVE, BINS - 1).astype(
+                    np.int64
+                )
+            total += self._rates(one, bins, ages)
+        free = np.concatenate(([False], total <= self._threshold, [False]))
+        turns = np.flatnonzero(free[1:] != free[:-1])
+        times = (edges[turns] + youngest).tolist()
+        stop = float(edges[-1]) + youngest
+        self._plan = (now, stop, list(zip(times[::2], times[1::2], strict=True)))
+        return self._plan[2]
+
+
+def _level(rate: float) -> int:
+    """The bin of a hazard per second."""
+    if rate <= LEVEL_FLOOR:
+        return 0
+    return min(int(math.log2(rate / LEVEL_FLOOR) * LEVEL_BINS), LEVEL_SPAN - 1)
