@@ -13,6 +13,14 @@
 A call (allocate, probe, ...) is one send and one receive.  What was posted before it goes ahead of it in the same send,
 so that the daemon sees everything in the order of the program.
 
+Moves.  In a session opened with `movable=True` the daemon may put what a sequence has published elsewhere.  It says so
+on the socket; `submit` takes that over, all at once, at the begin of a step:
+
+    tables change, EPOCH is stored, then SUBMITTED       from here on the old slots are read by steps under way at most
+
+So a table, and whatever was made of one (index arrays), is good until the next step begins, and in a step those that
+were looked up since its begin.
+
 One thread at a time.  A child of a fork cannot use its parent's client: everything raises WrongProcess there, and
 nothing reaches the parent's socket.
 """
@@ -40,8 +48,11 @@ from kvslot.api.client.sequence import Sequence
 from kvslot.api.client.session import Event, Session, Statistics
 from kvslot.api.client.table import QUEUED, SENT, SETTLED, Table, Tokens, freed, token_bytes
 from kvslot.api.wire import (
+    BEGAN,
     BUSY,
     COMPLETED,
+    ENDED,
+    EPOCH,
     PAGE_BYTES,
     PUSHES,
     SUBMITTED,
@@ -188,17 +199,27 @@ class Client:
         `socket`: of the daemon ("": the usual place).  `name`: of this client, for people.  `pool`: which one ("": the
         first).  `namespace`: root of the prefix tree that requests go to unless they say otherwise.  `page`: slots per
         page of this engine's kernels.  `append`: "chain" or "peel"; `peel_max`: most tokens a peel copies.  `quota`: of
-        slots; 0: what the pool allows.  `fingerprint`: of the layout that the engine was built for; another is refused.
+        slots; 0: what the pool allows.  `movable`: the engine looks its tables up in every step, so what it has
+        published may be put elsewhere between two; with pages of 1 and append "chain" (then "" is "chain"), and not in
+        a group.  `fingerprint`: of the layout that the engine was built for; another is refused.
         `group`: `token` of another process's client of the same engine.  `resume`: `token` of a client of this process
         that lost its connection.  `timeout`: seconds that any one answer may take.
 
         Raises Disconnected when there is no daemon, and what the daemon refuses with: StaleSession for a session of an
         earlier boot, WrongVersion for another layout, NotFound for a pool that is not there, ...
         """
+        if movable:
+            if page != 1 or append not in ("", "chain") or group is not None or not map:
+                raise BadRequest(
+                    'movable needs page=1, append="chain", the memory (map=True) and no group: only a table of single '
+                    "slots, read by steps that the daemon can see, can follow what is moved"
+                )
+            append = "chain"
         self._connection: Connection
         self._timeout = timeout
         self._pid = os.getpid()
         self._submitted = self._completed = 0
+        self._epoch = 0
         self._heard = 0
         self._page: SessionPage | None = None
         self._wake = -1
@@ -238,6 +259,7 @@ class Client:
         self._peels = (self._request.append or welcome.pool.append) != "chain"
         self._copying = self._page_slots > 1 or self._peels
         self._session = Session(welcome.limits, welcome.pool.quantum, first)
+        self._session.epoch = self._epoch
         self._listen()
         self._remains = _Remains(self._connection, self.pool, self._page, self._wake)
         self._finalizer = weakref.finalize(self, self._remains.finalize)
@@ -281,6 +303,7 @@ class Client:
             self._words = memoryview(bytearray(PAGE_BYTES)).cast("Q")
         self._submitted = self._words[SUBMITTED]
         self._completed = self._words[COMPLETED]
+        self._epoch = self._words[EPOCH]
 
     def reconnect(self) -> None:
         """Takes the session up again after Disconnected, with all sequences as they are here.
@@ -524,7 +547,13 @@ class Client:
             self._read_along()
         if session.waiting:
             session.retry(time.monotonic())
-        self._submitted = number = self._submitted + 1
+        if session.epoch != self._epoch:
+            session.follow()
+            self._epoch = words[EPOCH] = session.epoch  # before SUBMITTED: see kvslot.api.wire.page
+        number = self._submitted
+        if number == self._completed:
+            words[BEGAN] = time.monotonic_ns()
+        self._submitted = number = number + 1
         words[SUBMITTED] = number
         words[BUSY] = 1
         return number
@@ -547,7 +576,9 @@ class Client:
         self._completed = number
         words[COMPLETED] = number
         if number == self._submitted:
-            words[BUSY] = 0
+            if words[BUSY]:
+                words[ENDED] = time.monotonic_ns()
+                words[BUSY] = 0
         if words[WAKE] and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
         if self._session.pressing():
@@ -619,6 +650,11 @@ class Client:
         return self._session.statistics(
             connection.frames_sent, connection.frames_received, self._submitted, self._completed
         )
+
+    @property
+    def epoch(self) -> int:
+        """Rises when a step begins that goes by other slots than the one before: index arrays from before are stale."""
+        return self._epoch
 
     @property
     def last_error(self) -> KvslotError | None:
@@ -771,6 +807,8 @@ class Client:
             case _:
                 raise self._connection.broken(f"{type(forked).__name__} is no answer to Fork")
         child._fork_from(parent, forked.length)
+        if child._moved:
+            session.moved.append(child)
         parent._own_from = max(parent._own_from, forked.length)
         session.sequences[child.id] = child
         try:

@@ -66,6 +66,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     refused: int  # ... and answered LATER, NEVER or with an error
     pushes: int
     posted_errors: int  # posted verbs that the daemon refused; `last_error` says why
+    moves: int  # ranges of tables that the daemon has moved elsewhere
     sequences: int  # running now
     steps_submitted: int
     steps_completed: int
@@ -78,10 +79,13 @@ class Session:
         "asked_back",
         "batches",
         "calls",
+        "epoch",
         "events",
         "given_up",
         "last_error",
         "limits",
+        "moved",
+        "moves",
         "outstanding",
         "posted",
         "posted_errors",
@@ -112,6 +116,9 @@ class Session:
         self.waiting: dict[int, Table] = {}  # tickets of refills
         self.tickets: dict[int, bool] = {}  # those an `admit` waits with, and whether it is time to ask again
         self.events: dict[tuple[str, int], Event] = {}
+        self.epoch = 0  # of the last Moved that was received
+        self.moved: list[Table] = []  # those that it, or others before it, will change when a step begins
+        self.moves = 0  # how many have been received
         self.asked_back = False  # Pressure: second runs are to be given back
         self.last_error: KvslotError | None = None
         self.batches = self.calls = self.waits = self.refills_sent = self.refused = 0
@@ -252,6 +259,7 @@ class Session:
             refused=self.refused,
             pushes=self.pushes,
             posted_errors=self.posted_errors,
+            moves=self.moves,
             sequences=len(self.sequences),
             steps_submitted=submitted,
             steps_completed=completed,
@@ -422,11 +430,42 @@ class Session:
             if victim is not None:
                 victim.preempt_by = monotonic() + message.deadline_ms / 1e3
                 self._event(("preempt", message.sequence), message)
+        elif kind is Moved:
+            self._move(message)
         elif kind is Pressure:
             self.asked_back = True
             self._event(("pressure", 0), message)
         elif kind is Draining:
             self._event(("draining", 0), message)
+
+    def _move(self, message: Moved) -> None:
+        """Part of a table lies elsewhere from the next step on; what is said again after a reconnect is known.
+
+        An interrupt may come between any two lines: what is lost by that is missed later, and never taken for heard.
+        """
+        if message.epoch <= self.epoch:
+            return
+        if message.epoch != self.epoch + 1:
+            # To go on would be to read, one day, what is another's.
+            raise PeerFault(f"moves {self.epoch + 1} to {message.epoch - 1} were never told")
+        table = self.sequences.get(message.sequence)
+        if (
+            table is not None
+        ):  # else it is freed; or a fork whose answer is to come, and then its parent is told, too
+            if not table._moved:
+                self.moved.append(table)
+            table._will_move(message.position, message.extents)
+        self.moves += 1
+        self.epoch = message.epoch
+
+    def follow(self) -> None:
+        """A step begins: all tables go by what has been moved since the one before."""
+        moved = self.moved
+        while moved:
+            table = moved[-1]
+            if table._moved and table._fault is None:
+                table._follow()
+            moved.pop()  # last: where an interrupt comes, it is done again
 
     def _event(self, key: tuple[str, int], message: Event) -> None:
         """Of what is said twice the last counts: a client that never looks keeps no more than it has sequences."""

@@ -15,6 +15,10 @@ stands before a stop for ever, so that the hot path need not ask whether it has.
 
 Positions from `_own_from` on are private to this sequence and held by no fork: a roll-back that stays above, and above
 what the daemon has been told, moves the cursor and tells nobody.
+
+Moves.  In a movable session the daemon says of published positions that they lie elsewhere from the next step on.  That
+waits in `_moved`, in the order in which it came, until a step begins (`_follow`); until then the old slots are read.
+What is cut off meanwhile is cut off there, too, and a fork takes its part of it along.
 """
 
 from __future__ import annotations
@@ -115,6 +119,7 @@ class Table:
         "_stepped",
         "_stepped_length",
         "_spoiled",
+        "_moved",
         "_fault",
         "__weakref__",
     )
@@ -151,6 +156,7 @@ class Table:
         self._stepped = 0
         self._stepped_length = 0
         self._spoiled: KvslotError | None = None  # why nothing more of it can be committed
+        self._moved: list[tuple[int, list[int]]] = []  # positions from there on will lie in those extents
         self._fault: KvslotError | None = None
 
     @property
@@ -266,6 +272,8 @@ class Table:
         self.hit = length
         self.extents = parent.extents.copy()
         self.capacity = parent.capacity
+        # What the parent was told and has not applied holds for the child, too: the daemon will not say it again.
+        self._moved = parent._moved.copy()
         self._cut(length)
         self._told = min(parent._told, length)
         self._own_from = length
@@ -289,6 +297,16 @@ class Table:
             over -= last
             del extents[-2:]
         self.capacity = capacity
+        if self._moved:
+            # What comes to stand there will be other slots; what was moved was those that were given back.
+            self._moved = [
+                (
+                    position,
+                    moved if position + sum(moved[1::2]) <= capacity else _first(moved, capacity - position),
+                )
+                for position, moved in self._moved
+                if position < capacity
+            ]
 
     def _give_up(self, capacity: int) -> None:
         """Positions from `capacity` on are the daemon's again."""
@@ -344,6 +362,48 @@ class Table:
         self._answer = self._error = None
         self._note_run(capacity - before)
         self._seat(length)
+
+    def _will_move(self, position: int, extents: list[int]) -> None:
+        """Positions from `position` on lie in `extents` from the next step on, as far as they are still there."""
+        lengths = extents[1::2]
+        if (
+            len(extents) & 1
+            or position < 0
+            or min(extents[::2], default=0) < 0
+            or min(lengths, default=1) < 1
+        ):
+            raise PeerFault(f"positions from {position} on of sequence {self.id} were moved to {extents}")
+        size = min(sum(lengths), self.capacity - position)
+        if size > 0:
+            self._moved.append((position, _first(extents, size)))
+
+    def _follow(self) -> None:
+        """A step begins: it goes by where things have been moved to."""
+        length = self._slot + self._base
+        for position, moved in self._moved:
+            self._replace(position, moved)
+        self._moved = []
+        self._seat(length)
+
+    def _replace(self, position: int, moved: list[int]) -> None:
+        """Positions from `position` on stand in `moved`; what touches is one extent."""
+        extents = self.extents
+        out: list[int] = []
+        end = position + sum(moved[1::2])
+        start = 0
+        for i in range(0, len(extents), 2):
+            slot, size = extents[i], extents[i + 1]
+            stop = start + size
+            if start < position:
+                _join(out, slot, min(stop, position) - start)
+            if start <= position < stop:
+                for j in range(0, len(moved), 2):
+                    _join(out, moved[j], moved[j + 1])
+            if stop > end:
+                skip = max(end - start, 0)
+                _join(out, slot + skip, size - skip)
+            start = stop
+        extents[:] = out
 
     def _refused(self, answer: Later | Never | KvslotError, now: float) -> None:
         """The daemon gave no more room; it is asked again at `_retry_at` or when it says so."""
@@ -411,6 +471,25 @@ class Table:
         length = self._slot + self._base
         self._slot = self._stop = -1
         self._base = length + 1
+
+
+def _join(extents: list[int], slot: int, length: int) -> None:
+    """Appends one extent, or lets the last one grow."""
+    if extents and extents[-2] + extents[-1] == slot:
+        extents[-1] += length
+    else:
+        extents += (slot, length)
+
+
+def _first(extents: list[int], length: int) -> list[int]:
+    """The first `length` slots, at most all of them."""
+    out: list[int] = []
+    for i in range(0, len(extents), 2):
+        if length <= 0:
+            break
+        out += (extents[i], min(length, extents[i + 1]))
+        length -= extents[i + 1]
+    return out
 
 
 def _copies_within(copies: list[int], extents: list[int]) -> list[int]:

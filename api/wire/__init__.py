@@ -23,12 +23,25 @@ from kvslot.api.wire.errors import (
     refusal,
 )
 from kvslot.api.wire.messages import VERSION, Namespace, Plane
-from kvslot.api.wire.page import BUSY, COMPLETED, EPOCH, PAGE_BYTES, PUSHES, SUBMITTED, WAKE, SessionPage
+from kvslot.api.wire.page import (
+    BEGAN,
+    BUSY,
+    COMPLETED,
+    ENDED,
+    EPOCH,
+    PAGE_BYTES,
+    PUSHES,
+    SUBMITTED,
+    WAKE,
+    SessionPage,
+)
 
 __all__ = [
+    "BEGAN",
     "BUSY",
     "CODES",
     "COMPLETED",
+    "ENDED",
     "EPOCH",
     "FRAME_BYTES",
     "HEAD",

@@ -2,13 +2,21 @@
 
     word   0  submitted     the client's half: steps handed to the device so far
            1  completed     ... and ended on it; both only rise, completed <= submitted
-           2  epoch         the last Moved it has applied
-           3  busy          1 while a step runs
+           2  epoch         the last Moved it has applied, and all before it: steps submitted from now on go by them
+           3  busy          1 from the begin of a step until all that were submitted have ended
+           4  began         when busy last became 1, in nanoseconds of CLOCK_MONOTONIC
+           5  ended         ... and when it last became 0
            8  pushes        the daemon's half: rises with every push that went to the socket
            9  wake          1: the daemon waits on this page and wants the eventfd written after the next change
 
 Words are aligned, 8 bytes, little endian, each written by one side only.  All of it is a hint: a page full of nonsense
-costs the session that wrote it, and nobody else, and whatever it says the socket says too.
+costs the session that wrote it, and nobody else.
+
+The order of the client's stores is part of the protocol.
+
+    a step begins    epoch, began, submitted, busy = 1     who reads epoch before submitted knows of every step that
+                                                           may still go by what was there before
+    a step ends      completed, ended, busy = 0, bell      who sees busy fall finds the time of it
 """
 
 from __future__ import annotations
@@ -21,6 +29,8 @@ SUBMITTED: Final = 0
 COMPLETED: Final = 1
 EPOCH: Final = 2
 BUSY: Final = 3
+BEGAN: Final = 4
+ENDED: Final = 5
 PUSHES: Final = 8
 WAKE: Final = 9
 

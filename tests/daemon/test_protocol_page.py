@@ -102,7 +102,8 @@ def test_session_page_is_as_described() -> None:
     """The words of the session page stand where the page says."""
     rows = section("The session page")
     assert {row[1]: int(row[0]) for row in rows} == {
-        name: getattr(page, name) for name in ("SUBMITTED", "COMPLETED", "EPOCH", "BUSY", "PUSHES", "WAKE")
+        name: getattr(page, name)
+        for name in ("SUBMITTED", "COMPLETED", "EPOCH", "BUSY", "BEGAN", "ENDED", "PUSHES", "WAKE")
     }
 
 
