@@ -27,8 +27,8 @@ def test_the_first_engine_runs(tmp_path: Path) -> None:
 
 
 def test_the_tools_run(tmp_path: Path) -> None:
-    """So do AsyncClient and Control, behind the first engine."""
-    engine, coroutines, control = PROGRAMS
+    """So do a client that follows moves, AsyncClient and Control, behind the first engine."""
+    engine, following, coroutines, control = PROGRAMS
     inside = "".join(f"    {line}\n" for line in coroutines.splitlines())
     asynchronous = (
         "import asyncio, sys\nfrom kvslot.api.client import AsyncClient\n"
@@ -36,6 +36,8 @@ def test_the_tools_run(tmp_path: Path) -> None:
     )
     with running() as daemon:
         run(engine, daemon, tmp_path)
+        imports = "import sys\nfrom kvslot import Client\nfrom kvslot.api.client import indices\n"
+        run(imports + following, daemon, tmp_path)
         assert run(asynchronous, daemon, tmp_path) == "99\n"
         with client.Client(str(daemon.socket), name="looked-at", map=False):
             head = "import sys\nfrom kvslot.api.client import Control\n"
