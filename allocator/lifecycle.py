@@ -85,7 +85,7 @@ class Lifecycle(Tables):
         if submitted != session.submitted:
             session.submitted = submitted
             session.stepped = max(now, self.now)
-        if session.moved and session.moved[0][0] <= epoch:
+        if session.moved:
             self.moves.applied(session, epoch)
         if completed == session.completed:
             return

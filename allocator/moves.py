@@ -321,7 +321,7 @@ class Moves:
             self.pool._release(retired.extents, retired.length, MOVING)
 
     def _read_from_tree(self, sequence: Sequence, start: int, stop: int) -> list[tuple[int, int]]:
-        """The stretches (position, length) of [start, stop) that a sequence reads from the tree's slots, not its own."""
+        """The stretches (position, length) of [start, stop) that a sequence reads from the tree, not its own."""
         out: list[tuple[int, int]] = []
         stop = min(stop, sequence.base)
         for piece in sequence.own:

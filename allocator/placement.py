@@ -166,15 +166,20 @@ class Placement:
             return need <= runs.total + tree.evictable  # only whole blocks are ever held
         missing = need - (runs.cells_free * page if page == self.cell else 0)
         stretches: list[tuple[int, int]] = []
+        beside: set[tuple[int, int]] = set()
         tokens = 0
         for node in tree.evictor.victims(PAGE_VICTIMS):
             extents = tree.extents(node)
             for i in range(0, len(extents), 2):
                 slot, end = extents[i], extents[i] + extents[i + 1]
-                stretches.append((runs.start_at.get(slot, slot), end + runs.length_at.get(end, 0)))
+                start, stop = runs.start_at.get(slot, slot), end + runs.length_at.get(end, 0)
+                stretches.append((start, stop))
+                beside |= {(start, slot), (end, stop)}
             tokens += tree.length[node]
             if tokens > 4 * missing:
                 break
+        if page == self.cell:  # the free pages beside them are among the free cells already
+            missing += sum(max(0, stop // page + -start // page) for start, stop in beside) * page
         found = low = high = 0
         for start, end in (*sorted(stretches), (self.slots, self.slots)):
             if start > high:

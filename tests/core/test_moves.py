@@ -100,6 +100,21 @@ def test_a_split_gives_the_move_up() -> None:
     sound(pool)
 
 
+def test_the_part_behind_a_split_is_not_what_was_moved() -> None:
+    """A node that keeps its number after a split has other tokens at its front."""
+    pool = make()
+    s = pool.open_session()
+    cache(pool, s, fresh(6, 0))
+    move = pool.moves.begin(node_of(pool), 0, 2)
+    other = admit(pool, s, fresh(3, 0) + fresh(4, 700))
+    pool.commit(s, other.sequence, 7)
+    pool.free(s, other.sequence)
+    assert not pool.moves.finish(move.handle)
+    assert pool.moves.abandoned_freed == 1
+    assert pool.probe(root(pool), fresh(7, 0)) == 6
+    sound(pool)
+
+
 def test_late_and_unknown_completions_are_counted() -> None:
     """A completion that comes twice, or for what never was, is counted and changes nothing."""
     pool = make()
@@ -195,6 +210,15 @@ def test_a_target_that_is_not_free_is_refused() -> None:
         with pytest.raises(OutOfTurn):
             pool.moves.begin(node, at, n, target)
         assert not pool.moves.tickets
+        sound(pool)
+    pool = make()
+    s = pool.open_session()
+    cache(pool, s, fresh(20, 0))
+    run, length = next(iter(pool.runs.length_at.items()))
+    assert length == 12
+    for target in ([run, 20], [run, 12, run + 12, 8], [run, 6, run + 6, 14]):
+        with pytest.raises(OutOfTurn, match="no such free slots"):
+            pool.moves.begin(node_of(pool), 0, 20, target)
         sound(pool)
 
 
@@ -296,9 +320,12 @@ def test_old_slots_wait_for_the_step_that_applies_the_move() -> None:
         return all(any(start <= slot < start + length for start, length in runs) for slot in old)
 
     assert not is_free()
-    pool.progress(
-        s, s.submitted, s.completed, epoch=1
-    )  # between the two stores of a client that begins a step
+    pool.progress(s, s.submitted + 1, reading)
+    complete(pool, s)
+    assert not is_free(), "it has stepped, but not with the new slots"
+    reading = step(pool, s)
+    # Between the two stores of a client that begins a step.
+    pool.progress(s, s.submitted, s.completed, epoch=1)
     assert not is_free()
     pool.progress(s, s.submitted + 1, s.completed, epoch=1)
     assert not is_free()
