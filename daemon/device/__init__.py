@@ -4,6 +4,9 @@
     export            a descriptor that another process can map the pool by
     stream, event     where copies queue, and a mark of "up to here"
     copy              many pieces in one call; returns the event behind the last of them
+    drop              a copy that nobody wants any more
+    gate, allow       low-priority copies run only while they are allowed to, and stop when somebody's step begins
+    gated             what went through the gate, and how quickly it shut
     completion        of an event: pending, done or failed; never waits
     memory            what the device has and what of it is free
     clock             seconds; the only clock the daemon reads for what concerns the device
@@ -13,6 +16,17 @@ The pool of a device is some planes of `slots` slots each: one plane a layer and
 one for the scales of each, where there are some), one plane in all for an opaque one.  A slot is as wide as its plane
 says.  A copy moves the same slots in every plane, so callers name slots and never bytes.
 
+Copies of low-priority streams are made of chunks of at most 256 KiB.  With a gate before them a chunk begins only
+while the gate is open:
+
+    gate(watch) ........... shut
+    allow(seconds, bytes)   open --- watch() says that a step has begun, or the allowance is used up ---> shut
+                            chunk | chunk | chunk |                                                         ...
+
+The device thread shuts it, between two chunks, without asking anybody.  What was under way goes on at the next
+allowance, from where it stopped: nothing fails for having waited.  Its sources and targets stay as they are meanwhile,
+which whoever queued the copy sees to anyway.
+
 A backend does what it is told: the daemon orders copies against each other and against readers.  Whoever breaks a
 precondition gets a `DeviceFault`, which is our own fault and stops the process, or, on a backend that cannot tell,
 wrong bytes.  Nothing here blocks but `export` and `close`, which the daemon calls on its device thread as all the rest.
@@ -20,7 +34,7 @@ wrong bytes.  Nothing here blocks but `export` and `close`, which the daemon cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import accumulate
 from typing import NewType, Protocol, runtime_checkable
@@ -31,6 +45,10 @@ Stream = NewType("Stream", int)
 Event = NewType("Event", int)
 Piece = tuple[int, int, int]
 """(source slot, target slot, length in slots)."""
+
+
+Watch = Callable[[], bool]
+"""Says whether a step runs now.  Called by the device thread before every chunk: about a microsecond, never waits."""
 
 
 class DeviceFault(AssertionError):
@@ -95,6 +113,42 @@ class MemoryInformation(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
+class GateStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the device was made, of what went through the gate.  Times in seconds of `clock`.
+
+    A closing is a gate that shuts: by `watch` (since the step's begin, where that is known), by the end of its
+    allowance, or by `allow(0)` (since that call).  Its time is what passed from then to the last byte that was copied;
+    0 where no chunk was under way.
+    """
+
+    open: bool
+    allowances: int
+    pauses: int
+    """Times that the gate shut, whatever the reason, and left copies waiting."""
+    watched: int
+    """Closings because `watch` said so."""
+    spent: int
+    """Closings at the end of an allowance."""
+    chunks: int
+    copied_bytes: int
+    copying_seconds: float
+    """Spent in copies: `copied_bytes / copying_seconds` is the bandwidth, whatever the thread waited for besides."""
+    met: int
+    """Closings by `watch` that came upon a chunk under way as the step began."""
+    closing_seconds: float
+    """Of all closings together."""
+    closing_seconds_last: float
+    closing_seconds_max: float
+    watch_failures: int
+    """Times that `watch` raised, which shuts the gate as if it had said so."""
+    watch_failure_last: str
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of copying so far; 0 before the first."""
+        return self.copied_bytes / self.copying_seconds if self.copying_seconds else 0.0
+
+
 @runtime_checkable
 class Device(Protocol):
     """One accelerator (or plain memory) with one pool on it."""
@@ -129,6 +183,34 @@ class Device(Protocol):
         """Whether all before the event has ended; FAILED once a copy it was returned or waits for has."""
         ...
 
+    def drop(self, event: Event) -> None:
+        """The copy behind this event is not wanted: no chunk of it begins from now on, and it ends as FAILED (or DONE,
+        if it had been about to), whether the gate is open or shut, and no later than what its stream was given next.
+
+        Until it has ended its targets may still be written.  Does nothing afterwards.  Requires an event of `copy`.
+        """
+        ...
+
+    def gate(self, watch: Watch | None, *, began: Callable[[], float] | None = None) -> None:
+        """Puts a gate, shut, before every low-priority copy, or takes it away (None), whereupon they all go on.
+
+        `began`, where given, says when the step that `watch` saw began, by `clock`; it is asked after `watch` said yes.
+        A second call replaces the first one's functions and shuts the gate.
+        """
+        ...
+
+    def allow(self, seconds: float, *, size_bytes: int | None = None) -> None:
+        """Opens the gate for so long from now, and for so many bytes at the most; 0 of either shuts it.
+
+        Replaces what was left of the allowance before.  A chunk begins only if it is expected to end in time, by the
+        speed of those before it, and is made smaller for that.  Requires a gate; neither negative.
+        """
+        ...
+
+    def gated(self) -> GateStatistics:
+        """Counts of the gate, now; readable without one."""
+        ...
+
     def memory(self) -> MemoryInformation:
         """Total and free memory, now."""
         ...
@@ -148,8 +230,10 @@ __all__ = [
     "DeviceFault",
     "Event",
     "Export",
+    "GateStatistics",
     "Geometry",
     "MemoryInformation",
     "Piece",
     "Stream",
+    "Watch",
 ]

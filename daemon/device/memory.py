@@ -3,15 +3,23 @@
     memfd     never grows, shrinks or takes another seal, so that no client can pull the memory from under another;
               without a name in any file system, so that nothing is left when the last holder is gone
     prefault  every page is there before the first client: a shortage shows at start, not as a SIGBUS in an engine
-    copies    one thread, `kvslot-device`, started by the first copy.  A copy of one piece is one numpy assignment for
-              each group of alike planes, which lets go of the interpreter lock while bytes move
+    copies    one thread, `kvslot-device`, started by the first copy.  A batch is joined and cut (chunks.py); a cut is
+              one numpy assignment, which lets go of the interpreter lock while bytes move
 
                   copy() --> | lane 0: streams in order     | --> thread --> outcome, then `notify`
-                             | lane 1: low priority streams |        takes lane 0 first, also between two pieces of 1
+                             | lane 1: low priority streams |        takes lane 0 first, also between two chunks of 1
+                                  ^ the gate, where there is one
+
+    twice     sources are read through one mapping of the memfd and targets written through another.  To numpy arrays
+              that span all planes overlap whatever slots they show, and it copies what overlaps twice, through memory
+              of its own; in two mappings nothing overlaps
 
 Events are numbered by lane in the order of their copies and a lane ends them in that order, so that what has ended is
 one number a lane and only failures are remembered.  `completion` looks at that number; nothing waits for the thread but
 `close`.
+
+A chunk's time is the thread's CPU time: after it the thread may wait for the interpreter lock for milliseconds, in
+which nothing is copied.
 
 Checked as the simulated device checks it: pieces within the pool, targets apart from each other, from the sources of
 their batch, and (up to `WATCHED_MAX` pieces under way) from what other copies still write.
@@ -40,19 +48,31 @@ from kvslot.daemon.device import (
     DeviceFault,
     Event,
     Export,
+    GateStatistics,
     Geometry,
     MemoryInformation,
     Piece,
     Stream,
+    Watch,
 )
+from kvslot.daemon.device.chunks import CHUNK_BYTES, Cut, Cutter, Group, groups, joined
 
 SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-CHUNK_BYTES: Final = 64 << 20
+PREFAULT_BYTES: Final = 64 << 20
 """Of prefaulting between two reports: some ten milliseconds of the kernel's work."""
 WATCHED_MAX: Final = 512
 """Pieces under way up to which new ones are compared with them; beyond, the comparison would cost more than it may."""
 FAILURES_MAX: Final = 65536
 """Failed copies that are remembered; older ones are forgotten, and asking for one of those is a fault."""
+ORDINARY_BYTES: Final = 4 << 20
+"""Of one cut without a gate: large, and a low-priority copy still gives way within a millisecond."""
+SPEED_FIRST: Final = 2e9
+"""Weight a second that a chunk is expected to be copied at before one was."""
+NO_LIMIT: Final = 1 << 62
+CALL_BYTES: Final = 8192
+"""What a call costs beside its rows, in bytes of a long one."""
+CUT_BYTES_MIN: Final = 4096
+"""A chunk is not made smaller than this to fit into the time that is left."""
 
 _MFD_NOEXEC_SEAL: Final = 8
 """Linux 6.3: never to be run, which some machines insist on."""
@@ -87,14 +107,52 @@ class MemoryStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Batch:
-    """A copy, or (without pieces) a mark that fails with one of the batches it stands behind."""
+    """A copy and where it has come to, or (without pieces) a mark that fails with one of the batches it is behind."""
 
-    __slots__ = ("behind", "event", "pieces")
+    __slots__ = ("behind", "cutter", "dropped", "event", "failed", "pieces")
 
-    def __init__(self, event: int, pieces: list[Piece], behind: list[int]) -> None:
+    def __init__(self, event: int, pieces: list[Piece], behind: list[int], parts: Sequence[Group]) -> None:
         self.event = event
         self.pieces = pieces
         self.behind = behind
+        self.cutter = Cutter(parts, joined(pieces))
+        self.dropped = False
+        self.failed = False
+
+
+class _Gate:
+    """What is allowed now.  `serial` rises with every allowance, so that one is not shut for the one before it."""
+
+    __slots__ = ("began", "bytes_left", "deadline", "moving", "open", "serial", "shut_at", "watch")
+
+    def __init__(self, watch: Watch, began: Callable[[], float] | None) -> None:
+        self.watch = watch
+        self.began = began
+        self.open = False
+        self.serial = 0
+        self.deadline = 0.0
+        self.bytes_left = 0
+        self.moving = False  # a chunk is under way
+        self.shut_at = 0.0  # when `allow(0)` came while one was; else 0
+
+
+class _Counts:
+    """Of the gate; see GateStatistics.  Changed by the device thread, but for `allowances`."""
+
+    __slots__ = ("allowances", "chunks", "closing", "closing_last", "closing_max", "copied", "failure_last",
+                 "failures", "met", "pauses", "seconds", "spent", "watched")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.allowances = self.pauses = self.watched = self.spent = self.met = 0
+        self.chunks = self.copied = self.failures = 0
+        self.seconds = self.closing = self.closing_last = self.closing_max = 0.0
+        self.failure_last = ""
+
+    def closed(self, seconds: float) -> None:
+        """The gate shut that long before the last byte."""
+        self.closing += seconds
+        self.closing_last = seconds
+        self.closing_max = max(self.closing_max, seconds)
 
 
 class _Lane:
@@ -113,7 +171,8 @@ class _Lane:
 class MemoryDevice:
     """A `Device` (see there) whose pool is a memfd.
 
-    `notify`, where given, is called on the device thread whenever a batch has ended; it must be quick and not raise.
+    `notify`, where given, is called on the device thread whenever a batch has ended, and whenever the gate has shut by
+    itself; it must be quick and not raise.
     Raises NoMemory, with nothing taken, where the pool does not fit in what is free now.
     """
 
@@ -125,8 +184,12 @@ class MemoryDevice:
         generation: int = 0,
         notify: Callable[[], None] | None = None,
         checked: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`name` shows in /proc/PID/maps; `generation` 0: drawn; `checked` False: free memory is not looked at."""
+        """`name` shows in /proc/PID/maps; `generation` 0: drawn; `checked` False: free memory is not looked at.
+
+        `chunk_bytes` is the most that passes the gate between two looks.
+        """
         if geometry.planes < 1 or geometry.slots < 1 or min(geometry.slot_bytes) < 1:
             raise DeviceFault(f"geometry {geometry} is empty")
         size = geometry.total_bytes
@@ -136,7 +199,6 @@ class MemoryDevice:
                 raise NoMemory(f"pool {name!r}", size, have.free_bytes, have.total_bytes)
         self.notify = notify
         self._geometry = geometry
-        self._slot_bytes = sum(geometry.slot_bytes)
         self._generation = generation or secrets.randbits(52) + 1
         self._descriptor = _memfd(f"kvslot-{name}")
         try:
@@ -154,7 +216,16 @@ class MemoryDevice:
         # Of all ways to an array only `frombuffer` keeps the mapping from being closed under it.
         memory = np.frombuffer(self._map, np.uint8)
         self._planes = list(_planes(memory, geometry))
-        self._groups = list(_groups(memory, geometry))
+        self._parts = groups(geometry)
+        self._sources = list(_rows(memory, geometry, self._parts))
+        self._targets: list[Bytes] = []  # made with the thread
+        self._alias: mmap.mmap | None = None
+        self.chunk_bytes = chunk_bytes
+        self._gate: _Gate | None = None
+        self._counts = _Counts()
+        self._speed = SPEED_FIRST  # weight a second, lately
+        self._ran = False  # a chunk was copied since the gate last shut
+        self._last = 0.0  # when the last gated byte was copied
         self._lanes = (_Lane(0), _Lane(1))
         self._streams: dict[
             int, tuple[_Lane, deque[int]]
@@ -208,6 +279,7 @@ class MemoryDevice:
             self._batches += 1
             self._pieces += len(pieces)
             if self._thread is None:
+                self._map_again()
                 self._thread = threading.Thread(target=self._run, name="kvslot-device", daemon=True)
                 self._thread.start()
             self._work.notify()
@@ -239,6 +311,71 @@ class MemoryDevice:
             raise DeviceFault(f"event {event} is older than the last {FAILURES_MAX} failures")
         return Completion.DONE
 
+    def drop(self, event: Event) -> None:
+        self._must_be_open()
+        lane, count = self._lanes[event & 1], event >> 1
+        if not 0 < count <= lane.issued:
+            raise DeviceFault(f"no event {event}")
+        with self._work:
+            for batch in lane.queue:
+                if batch.event == event:
+                    if not batch.pieces:
+                        raise DeviceFault(f"event {event} is no copy")
+                    batch.dropped = True
+                    self._work.notify()
+                    return
+
+    def gate(self, watch: Watch | None, *, began: Callable[[], float] | None = None) -> None:
+        self._must_be_open()
+        with self._work:
+            self._gate = None if watch is None else _Gate(watch, began)
+            self._work.notify()
+
+    def allow(self, seconds: float, *, size_bytes: int | None = None) -> None:
+        self._must_be_open()
+        gate = self._gate
+        if gate is None:
+            raise DeviceFault("an allowance without a gate")
+        if seconds < 0 or (size_bytes is not None and size_bytes < 0):
+            raise DeviceFault(f"an allowance of {seconds} s, {size_bytes} bytes")
+        now = time.monotonic()
+        with self._work:
+            gate.serial += 1
+            if seconds == 0 or size_bytes == 0:
+                if gate.open:
+                    gate.open = False
+                    if gate.moving:
+                        gate.shut_at = now
+                    else:
+                        self._counts.closed(0.0)
+                    self._counts.pauses += bool(self._lanes[1].queue)
+                return
+            self._counts.allowances += 1
+            gate.deadline = now + seconds
+            gate.bytes_left = NO_LIMIT if size_bytes is None else size_bytes
+            gate.open = True
+            if self._lanes[1].queue:
+                self._work.notify()
+
+    def gated(self) -> GateStatistics:
+        counts, gate = self._counts, self._gate
+        return GateStatistics(
+            open=gate is not None and gate.open,
+            allowances=counts.allowances,
+            pauses=counts.pauses,
+            watched=counts.watched,
+            spent=counts.spent,
+            chunks=counts.chunks,
+            copied_bytes=counts.copied,
+            copying_seconds=counts.seconds,
+            met=counts.met,
+            closing_seconds=counts.closing,
+            closing_seconds_last=counts.closing_last,
+            closing_seconds_max=counts.closing_max,
+            watch_failures=counts.failures,
+            watch_failure_last=counts.failure_last,
+        )
+
     def memory(self) -> MemoryInformation:
         return available()
 
@@ -258,9 +395,12 @@ class MemoryDevice:
         if self._thread is not None:
             self._thread.join()
         self._planes = []
-        self._groups = []
+        self._sources = []
+        self._targets = []
         os.close(self._descriptor)
         try:
+            if self._alias is not None:
+                self._alias.close()
             self._map.close()
         except BufferError:
             raise DeviceFault(
@@ -280,8 +420,8 @@ class MemoryDevice:
         """
         self._must_be_open()
         total = self._geometry.total_bytes
-        for start in range(0, total, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, total - start)
+        for start in range(0, total, PREFAULT_BYTES):
+            length = min(PREFAULT_BYTES, total - start)
             try:
                 os.posix_fallocate(self._descriptor, start, length)
             except OSError as error:
@@ -332,7 +472,7 @@ class MemoryDevice:
             recent.popleft()
         lane.issued += 1
         event = 2 * lane.issued + lane.index
-        lane.queue.append(_Batch(event, pieces, behind))
+        lane.queue.append(_Batch(event, pieces, behind, self._parts))
         if pieces:
             recent.append(event)
         return event
@@ -376,40 +516,61 @@ class MemoryDevice:
         if others:
             _apart(others, reads, "copy from slots that a pending copy of another stream writes")
 
+    def _map_again(self) -> None:
+        """The mapping that targets are written through."""
+        alias = self._alias = mmap.mmap(self._descriptor, self._geometry.total_bytes)
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+            alias.madvise(advice)
+        self._targets = list(_rows(np.frombuffer(alias, np.uint8), self._geometry, self._parts))
+
     # -- inside, on the device thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while True:
                 with self._work:
-                    while not (self._lanes[0].queue or self._lanes[1].queue or self._stopping):
+                    while (lane := self._next()) is None:
+                        if self._stopping:
+                            return
                         self._work.wait()
-                    lane = self._lanes[0] if self._lanes[0].queue else self._lanes[1]
-                    if not lane.queue:
-                        return
                 self._carry_out(lane)
         except BaseException as error:  # noqa: BLE001 -- kept, and raised by the next verb
             self._broken = error
 
+    def _next(self) -> _Lane | None:
+        """The lane whose turn it is; None if there is nothing that may run."""
+        ordinary, low = self._lanes
+        if ordinary.queue:
+            return ordinary
+        if low.queue:
+            gate, batch = self._gate, low.queue[0]
+            if gate is None or gate.open or batch.dropped or not batch.pieces:
+                return low
+        return None
+
     def _carry_out(self, lane: _Lane) -> None:
-        """The oldest batch of a lane, to its end."""
+        """The oldest batch of a lane, to its end or until the gate is shut."""
         batch = lane.queue[0]
-        failed = any(event in self._failed for event in batch.behind)
-        done = 0
+        batch.failed = batch.failed or any(event in self._failed for event in batch.behind)
         try:
-            for source, target, length in batch.pieces:
-                if lane.index:
-                    while self._lanes[0].queue:
-                        self._carry_out(self._lanes[0])
-                self._move(source, target, length)
-                done += length
+            while not (batch.cutter.ended or batch.dropped):
+                if lane.index == 0:
+                    self._copy(batch.cutter.next(ORDINARY_BYTES))
+                    continue
+                while self._lanes[0].queue:
+                    self._carry_out(self._lanes[0])
+                if self._gate is None:
+                    self._copy(batch.cutter.next(self.chunk_bytes))
+                elif not self._chunk(self._gate, batch.cutter):
+                    return
         except Exception as error:  # noqa: BLE001 -- a copy that fails is an outcome, whatever the reason
-            failed = True
+            batch.failed = True
+            if self._gate is not None:
+                self._gate.moving = False
             self._failures += 1
             self._failure_last = f"{type(error).__name__}: {error}"
-        self._copied += done * self._slot_bytes
         with self._work:
-            if failed:
+            if batch.failed or not batch.cutter.ended:
                 self._failed[batch.event] = None
                 if len(self._failed) > FAILURES_MAX:
                     oldest = next(iter(self._failed))
@@ -420,9 +581,91 @@ class MemoryDevice:
         if self.notify is not None:
             self.notify()
 
-    def _move(self, source: int, target: int, length: int) -> None:
-        for group in self._groups:
-            group[:, target : target + length] = group[:, source : source + length]
+    def _copy(self, cut: Cut) -> None:
+        group, first, beyond, source, target, length = cut
+        self._targets[group][first:beyond, target : target + length] = self._sources[group][
+            first:beyond, source : source + length
+        ]
+        self._copied += cut.size_bytes
+
+    def _chunk(self, gate: _Gate, cutter: Cutter) -> bool:
+        """One chunk, if the gate lets it; False if the gate is shut now."""
+        counts = self._counts
+        with self._work:
+            if gate.shut_at:  # between two chunks
+                counts.closed(0.0)
+                gate.shut_at = 0.0
+            # From here on `allow(0)` knows that a chunk may be under way.
+            serial, gate.moving = gate.serial, gate.open
+            if not gate.open:
+                return False
+        room = min(self.chunk_bytes, gate.bytes_left)
+        clock = time.monotonic()
+        left = (gate.deadline - clock) * self._speed
+        if left < room:
+            room = int(left) if left >= CUT_BYTES_MIN else 0
+        if room <= 0:
+            return self._shut(gate, serial, watched=False)
+        try:
+            watched = gate.watch()
+        except Exception as error:  # noqa: BLE001 -- whatever is wrong with it, somebody's step may have begun
+            watched = True
+            counts.failures += 1
+            counts.failure_last = f"{type(error).__name__}: {error}"
+        if watched:
+            return self._shut(gate, serial, watched=True)
+        if gate.serial != serial:
+            return True  # it was allowed anew or shut meanwhile: look again
+        self._ran = True
+        size = weight = 0
+        began = time.thread_time()
+        while True:
+            cut = cutter.next(room - weight)
+            self._copy(cut)
+            size += cut.size_bytes
+            weight += cut.weight + CALL_BYTES
+            if cutter.ended or room - weight < CUT_BYTES_MIN:
+                break
+        took = time.thread_time() - began
+        self._last = clock + took
+        counts.chunks += 1
+        counts.copied += size
+        counts.seconds += took
+        if took > 0:
+            # Follows quickly what slows down, slowly what speeds up: an allowance kept is worth more than one used up.
+            speed = weight / took
+            self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
+        with self._work:
+            gate.moving = False
+            if gate.serial == serial:
+                gate.bytes_left -= size
+            if gate.shut_at:
+                counts.closed(max(0.0, self._last - gate.shut_at))
+                gate.shut_at = 0.0
+        return True
+
+    def _shut(self, gate: _Gate, serial: int, *, watched: bool) -> bool:
+        """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on."""
+        began = gate.began() if watched and gate.began is not None else 0.0
+        with self._work:
+            gate.moving = False
+            if gate.serial != serial:
+                return True
+            gate.open = False
+            counts = self._counts
+            counts.pauses += 1
+            if watched:
+                counts.watched += 1
+                late = max(0.0, self._last - began) if began and self._ran else 0.0
+                counts.met += late > 0
+                counts.closed(late)
+            else:
+                counts.spent += 1
+                counts.closed(max(0.0, self._last - gate.deadline) if self._ran else 0.0)
+            self._ran = False
+        if self.notify is not None:
+            self.notify()
+        return False
 
 
 # -- what is free -------------------------------------------------------------------------------------------------
@@ -512,21 +755,11 @@ def _planes(memory: Bytes, geometry: Geometry) -> Iterator[Bytes]:
         yield np.ndarray((geometry.slots, size), np.uint8, memory, offset)
 
 
-def _groups(memory: Bytes, geometry: Geometry) -> Iterator[Bytes]:
-    """The planes again, as [plane, slot, byte]: those of one width that lie equally far apart in one array each.
-
-    Widths repeat layer by layer (k, v, k.scale, v.scale), so the k, the v, and so on are such a row; and where all are
-    of one width, all of them are.
-    """
-    widths, offsets = geometry.slot_bytes, geometry.offsets
-    period = next(n for n in range(1, len(widths) + 1) if widths[n:] == widths[:-n])
-    if len(widths) % period:
-        period = len(widths)
-    stride = sum(geometry.span(plane) for plane in range(period))
-    for first in range(period):
-        width = widths[first]
-        shape = (len(widths) // period, geometry.slots, width)
-        yield np.ndarray(shape, np.uint8, memory, offsets[first], (stride, width, 1))
+def _rows(memory: Bytes, geometry: Geometry, parts: Sequence[Group]) -> Iterator[Bytes]:
+    """The planes again, as [plane of the group, byte]."""
+    for part in parts:
+        shape = (part.planes, geometry.slots * part.width)
+        yield np.ndarray(shape, np.uint8, memory, part.offset, (part.stride, 1))
 
 
 def _apart(writes: list[tuple[int, int]], reads: list[tuple[int, int]], fault: str) -> None:

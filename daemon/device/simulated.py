@@ -6,6 +6,10 @@ long, fails as often and lands in such an order as a seeded schedule says:
     queued ---(start)--- pieces land one by one, at drawn times ---(end)--- completion is seen, later still
                            a failing batch leaves some pieces undone and scribbles over the others' targets
 
+With a gate, batches of low-priority streams land plane by plane and in time that passes only while the gate is open:
+they are put off by every second in which it is shut.  `watch` is asked at every such landing, and shuts the gate there.
+A dropped batch lands no more of its pieces.
+
 Streams are in order within themselves and not against each other.  Every write is checked against the targets of
 pending copies, which would overwrite it.  Their sources may be written: then the copy holds nobody knows what, which is
 well where it was given up.  Whatever is done to a closed device is a fault.  Nothing here sleeps, and the same seed and
@@ -15,7 +19,7 @@ calls give the same bytes.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -24,11 +28,14 @@ from kvslot.daemon.device import (
     DeviceFault,
     Event,
     Export,
+    GateStatistics,
     Geometry,
     MemoryInformation,
     Piece,
     Stream,
+    Watch,
 )
+from kvslot.daemon.device.chunks import Cut, Cutter, groups, joined
 
 SCRIBBLE = 0xA5
 
@@ -47,11 +54,21 @@ class _Batch(msgspec.Struct, eq=False):
     event: int
     stream: int
     pieces: list[Piece]
-    landings: list[float]  # when each piece lands, rising
+    cuts: list[Cut]  # with a gate: of one plane each
+    landings: list[float]  # when each cut, or else each piece, lands; rising
     end: float
     seen: float
     fails: bool
     landed: int = 0
+    dropped: bool = False
+
+
+class _Gate(msgspec.Struct, eq=False):
+    watch: Watch
+    began: Callable[[], float] | None
+    open: bool = False
+    deadline: float = 0.0
+    bytes_left: float = 0.0
 
 
 class SimulatedDevice:
@@ -83,6 +100,14 @@ class SimulatedDevice:
         self._streams: dict[
             int, tuple[float, float]
         ] = {}  # stream -> end of its last batch, and when it is seen
+        self._low: set[int] = set()  # streams behind the gate
+        self._gate: _Gate | None = None
+        self._parts = groups(geometry)
+        self._counts = dict.fromkeys(
+            ("allowances", "pauses", "watched", "spent", "chunks", "copied_bytes", "failures"), 0
+        )
+        self._failure_last = ""
+        self._copying = 0.0
         self._serial = 0
         self._generation = generation
         self._open = True
@@ -102,6 +127,8 @@ class SimulatedDevice:
         self._must_be_open()
         self._serial += 1
         self._streams[self._serial] = (self._now, self._now)
+        if low_priority:
+            self._low.add(self._serial)
         return Stream(self._serial)
 
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> Event:
@@ -131,14 +158,19 @@ class SimulatedDevice:
         draw, schedule = self._random, self.schedule
         self._serial += 1
         last_end, last_seen = self._streams[stream]
+        for each in self._pending:
+            if each.stream == stream:  # which may have been put off since
+                last_end, last_seen = max(last_end, each.end), max(last_seen, each.seen)
         start = max(self._now, last_end)
         end = start + draw.uniform(schedule.latency_min, schedule.latency_max)
         never = draw.random() < schedule.never
+        cuts = self._cuts(pieces) if self._gate is not None and stream in self._low else []
         batch = _Batch(
             event=self._serial,
             stream=stream,
             pieces=list(pieces),
-            landings=sorted(draw.uniform(start, end) for _ in pieces),
+            cuts=cuts,
+            landings=sorted(draw.uniform(start, end) for _ in cuts or pieces),
             end=end,
             seen=float("inf") if never else max(last_seen, end + draw.uniform(0, schedule.notice_max)),
             fails=draw.random() < schedule.failures,
@@ -171,6 +203,54 @@ class SimulatedDevice:
             return Completion.PENDING
         raise DeviceFault(f"no event {event}")
 
+    def drop(self, event: Event) -> None:
+        self._must_be_open()
+        for batch in self._pending:
+            if batch.event == event:
+                batch.dropped = True
+                return
+        if event not in self._outcomes:
+            raise DeviceFault(f"event {event} is no copy")
+
+    def gate(self, watch: Watch | None, *, began: Callable[[], float] | None = None) -> None:
+        self._must_be_open()
+        self._gate = None if watch is None else _Gate(watch, began)
+
+    def allow(self, seconds: float, *, size_bytes: int | None = None) -> None:
+        self._must_be_open()
+        gate = self._gate
+        if gate is None:
+            raise DeviceFault("an allowance without a gate")
+        if seconds < 0 or (size_bytes is not None and size_bytes < 0):
+            raise DeviceFault(f"an allowance of {seconds} s, {size_bytes} bytes")
+        if seconds == 0 or size_bytes == 0:
+            if gate.open:
+                self._shut(gate, "")
+            return
+        self._counts["allowances"] += 1
+        gate.open = True
+        gate.deadline = self._now + seconds
+        gate.bytes_left = float("inf") if size_bytes is None else size_bytes
+
+    def gated(self) -> GateStatistics:
+        counts = self._counts
+        return GateStatistics(
+            open=self._gate is not None and self._gate.open,
+            allowances=counts["allowances"],
+            pauses=counts["pauses"],
+            watched=counts["watched"],
+            spent=counts["spent"],
+            chunks=counts["chunks"],
+            copied_bytes=counts["copied_bytes"],
+            copying_seconds=self._copying,
+            met=0,  # a landing takes no time, so that none is under way when a step begins
+            closing_seconds=0.0,
+            closing_seconds_last=0.0,
+            closing_seconds_max=0.0,
+            watch_failures=counts["failures"],
+            watch_failure_last=self._failure_last,
+        )
+
     def memory(self) -> MemoryInformation:
         used = self._geometry.total_bytes if self._open else 0
         return MemoryInformation(total_bytes=self._total, free_bytes=self._total - used)
@@ -191,23 +271,23 @@ class SimulatedDevice:
         """Lets time pass; what is due lands, in order of its time."""
         if seconds < 0:
             raise DeviceFault(f"time does not go back by {seconds} s")
-        self._now += seconds
-        now = self._now
-        due = [
-            (when, batch, index)
-            for batch in self._pending
-            for index, when in enumerate(batch.landings)
-            if index >= batch.landed and when <= now
-        ]
-        due.sort(key=lambda entry: (entry[0], entry[1].event, entry[2]))
-        for _, batch, index in due:
-            self._land(batch, index)
-        for batch in [batch for batch in self._pending if batch.seen <= now]:
-            self._end(batch)
+        end = self._now + seconds
+        while self._now < end or seconds == 0:
+            # Up to the moment at which the gate shuts, and from there on with what is behind it put off.
+            gate = self._gate
+            until = end
+            if gate is not None and gate.open and gate.deadline < end:
+                until = max(self._now, gate.deadline)
+            self._pass(until)
+            if gate is not None and gate.open and gate.deadline <= self._now:
+                self._shut(gate, "spent")
+            if seconds == 0:
+                break
 
     def settle(self) -> None:
-        """Lets pass what time every pending copy needs, those whose completion never comes excepted."""
-        ends = [batch.seen for batch in self._pending if batch.seen != float("inf")]
+        """Lets pass what time every pending copy needs, those excepted that wait for the gate
+        or whose completion never comes."""
+        ends = [batch.seen for batch in self._pending if batch.seen != float("inf") and not self._held(batch)]
         if ends:
             self.advance(max(0.0, max(ends) - self._now))
 
@@ -264,21 +344,114 @@ class SimulatedDevice:
                 f"slots {slot}..{slot + length - 1} are not within 0..{self._geometry.slots - 1}"
             )
 
+    def _cuts(self, pieces: Sequence[Piece]) -> list[Cut]:
+        """Each plane of each piece, as few pieces as they come to."""
+        cutter = Cutter(self._parts, joined(pieces))
+        cuts: list[Cut] = []
+        while not cutter.ended:
+            cut = cutter.next(1 << 62)
+            cuts += (cut._replace(first=plane, beyond=plane + 1) for plane in range(cut.first, cut.beyond))
+        return cuts
+
+    def _held(self, batch: _Batch) -> bool:
+        """Whether it waits for the gate."""
+        gate = self._gate
+        if gate is None or gate.open or batch.stream not in self._low:
+            return False
+        return batch.landed < len(batch.landings) and not batch.dropped
+
+    def _pass(self, until: float) -> None:
+        """Time passes without the gate being allowed or used up; it may be shut on the way."""
+        while True:
+            due: tuple[float, int, int] | None = None
+            found: _Batch | None = None
+            for batch in self._pending:
+                index = batch.landed
+                if index == len(batch.landings) or batch.dropped or self._held(batch):
+                    continue
+                key = (batch.landings[index], batch.event, index)
+                if key[0] <= until and (due is None or key < due):
+                    due, found = key, batch
+            if due is None or found is None:
+                break
+            self._elapse(max(self._now, due[0]))
+            if self._passes(found):
+                self._land(found, found.landed)
+        self._elapse(until)
+        for batch in [batch for batch in self._pending if batch.seen <= until and not self._held(batch)]:
+            self._end(batch)
+
+    def _elapse(self, until: float) -> None:
+        """What waits for the gate is put off by the time that passes."""
+        passed = until - self._now
+        self._now = until
+        if passed <= 0:
+            return
+        gate = self._gate
+        if gate is not None and gate.open:
+            self._copying += passed
+        for batch in self._pending:
+            if self._held(batch):
+                batch.landings = [when + passed for when in batch.landings]
+                batch.end += passed
+                batch.seen += passed
+
+    def _passes(self, batch: _Batch) -> bool:
+        """Whether the gate lets the next cut of a batch through; it may shut now."""
+        gate = self._gate
+        if gate is None or batch.stream not in self._low:
+            return True
+        size = self._size(batch, batch.landed)
+        if size > gate.bytes_left:
+            self._shut(gate, "spent")
+            return False
+        try:
+            watched = gate.watch()
+        except Exception as error:  # noqa: BLE001 -- whatever is wrong with it, somebody's step may have begun
+            watched = True
+            self._counts["failures"] += 1
+            self._failure_last = f"{type(error).__name__}: {error}"
+        if watched:
+            self._shut(gate, "watched")
+            return False
+        gate.bytes_left -= size
+        self._counts["chunks"] += 1
+        self._counts["copied_bytes"] += size
+        return True
+
+    def _shut(self, gate: _Gate, reason: str) -> None:
+        gate.open = False
+        if reason:
+            self._counts[reason] += 1
+        self._counts["pauses"] += any(self._held(batch) for batch in self._pending)
+
+    def _size(self, batch: _Batch, index: int) -> int:
+        if batch.cuts:
+            return batch.cuts[index].size_bytes
+        return batch.pieces[index][2] * sum(self._geometry.slot_bytes)
+
     def _land(self, batch: _Batch, index: int) -> None:
-        source, target, length = batch.pieces[index]
         spoilt = batch.fails and self._random.random() < 0.7
-        for plane, size in zip(self._planes, self._geometry.slot_bytes, strict=True):
-            if spoilt:
-                plane[target * size : (target + length) * size] = bytes((SCRIBBLE,)) * (length * size)
-            else:
-                plane[target * size : (target + length) * size] = plane[
-                    source * size : (source + length) * size
-                ]
         batch.landed = index + 1
+        if batch.cuts:
+            cut = batch.cuts[index]
+            group = self._parts[cut.group]
+            self._write(group.first + cut.first * group.every, cut.source, cut.target, cut.length, spoilt)
+            return
+        source, target, length = batch.pieces[index]
+        for plane, size in enumerate(self._geometry.slot_bytes):
+            self._write(plane, source * size, target * size, length * size, spoilt)
+
+    def _write(self, plane: int, source: int, target: int, length: int, spoilt: bool) -> None:
+        memory = self._planes[plane]
+        memory[target : target + length] = (
+            bytes((SCRIBBLE,)) * length if spoilt else memory[source : source + length]
+        )
 
     def _end(self, batch: _Batch) -> None:
         self._pending.remove(batch)
-        self._outcomes[batch.event] = Completion.FAILED if batch.fails else Completion.DONE
+        whole = batch.landed == len(batch.landings) and not batch.fails
+        self._outcomes[batch.event] = Completion.DONE if whole else Completion.FAILED
         self._targets.difference_update(_targets(batch))
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvslot.daemon.device import Completion, Device, DeviceFault, Event, Geometry, Stream
+from kvslot.daemon.device.chunks import Cut
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory, available, size_text
 
 GEOMETRY = Geometry(slots=64, slot_bytes=(8, 8, 4, 4) * 3, alignment=4096)
@@ -30,13 +31,15 @@ class Held(MemoryDevice):
         self.order: list[tuple[int, int, int]] = []
         super().__init__(geometry)
 
-    def _move(self, source: int, target: int, length: int) -> None:
+    def _copy(self, cut: Cut) -> None:
         self.moving.set()
         assert self.go.wait(30)
-        self.order.append((source, target, length))
+        if cut.group == 0:
+            width = self.geometry.slot_bytes[0]
+            self.order.append((cut.source // width, cut.target // width, cut.length // width))
         if self.fails:
             raise RuntimeError("out of order")
-        super()._move(source, target, length)
+        super()._copy(cut)
 
     def finish(self) -> None:
         """Lets all copies go, and closes."""
@@ -131,7 +134,7 @@ def test_starts_as_zeros(device: MemoryDevice) -> None:
 
 def test_prefault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page exists afterwards, with progress to the end and no byte changed."""
-    monkeypatch.setattr("kvslot.daemon.device.memory.CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr("kvslot.daemon.device.memory.PREFAULT_BYTES", 1 << 20)
     device = MemoryDevice(Geometry(slots=1024, slot_bytes=(5000,), alignment=4096))
     device.write(0, 700, b"x" * 5000)
     size = device.geometry.total_bytes
@@ -276,11 +279,11 @@ def test_copy_never_waits(held: Held) -> None:
 
 
 def test_low_priority_gives_way(held: Held) -> None:
-    """Copies of ordinary streams are made first, even between two pieces of a low one; each lane keeps its order."""
+    """Copies of ordinary streams are made first, even between two chunks of a low one; each lane keeps its order."""
     low, ordinary = held.stream(low_priority=True), held.stream()
-    held.copy(low, [(1, 10, 1), (2, 11, 1)])
+    held.copy(low, [(1, 10, 1), (3, 11, 1)])
     assert held.moving.wait(30)
-    held.copy(low, [(3, 12, 1)])
+    held.copy(low, [(2, 12, 1)])
     held.copy(ordinary, [(4, 20, 1)])
     held.copy(ordinary, [(20, 21, 1)])
     held.go.set()
