@@ -85,6 +85,7 @@ class Admission:
         "awaiting",
         "busy",
         "growth",
+        "move_patience",
         "named",
         "patient",
         "pool",
@@ -103,6 +104,9 @@ class Admission:
         self.pressed = -1.0  # when the present shortage began
         self.patient = -1.0  # until when those whom Pressure was pushed to have time to give runs back
         self.named: dict[int, float] = {}  # victims named in it: sequence -> deadline
+        self.move_patience = (
+            0.0  # seconds that a ticket for a run waits for moves before a window is evicted for it
+        )
         self._planned = -1.0
         self._counted: dict[int, tuple[float, int]] = {}  # by page: until when it is believed, and the count
 
@@ -519,6 +523,15 @@ class Admission:
             if _within_quota(ticket):
                 break
 
+    def wanted_run(self) -> int:
+        """Slots of the run that the oldest ticket for one waits for, where no free run is as long; else 0."""
+        if self.waiting and self.window is None:
+            longest = self.pool.runs.longest()
+            for ticket in self.waiting.values():
+                if ticket.contiguous and ticket.need > longest and _within_quota(ticket):
+                    return ticket.need
+        return 0
+
     def _waits_for_fences(self, ticket: Ticket, free: int, now: float) -> bool:
         """Whether nothing is evicted for a ticket yet, since what is coming free would do."""
         if ticket.need <= free or now - ticket.created >= self.pool.config.fence_patience:
@@ -623,6 +636,8 @@ class Admission:
     def _clear(self, ticket: Ticket, now: float) -> None:
         """Plans a window for `ticket` where none is open, and sets aside what can be had of it at once."""
         if self.window is not None or (0 <= self._planned and now - self._planned < self._patience()):
+            return
+        if now - ticket.created < self.move_patience:
             return
         self._planned = now
         window = plan_window(self.pool, ticket)

@@ -376,6 +376,45 @@ def test_long_run_gets_a_window() -> None:
     sound(pool)
 
 
+def test_a_run_is_moved_for_before_anything_is_evicted() -> None:
+    """With patience for moves a ticket for a run waits for them; nothing is evicted for it unless they do not come."""
+    for moved in (True, False):
+        pool, s, held = scattered()
+        pool.admission.move_patience = 0.1
+        for index, a in enumerate(held):
+            if index % 2:
+                pool.commit(s, a.sequence, 3)
+            pool.free(s, a.sequence)
+        cached = pool.statistics().cached
+        refused = later(pool.allocate(s, root(pool), fresh(12, 5000), contiguous=True))
+        assert refused.reason == Reason.RUN
+        assert pool.admission.wanted_run() == 12
+        assert pool.admission.window is None
+        assert pool.statistics().cached == cached
+        if moved:
+            while pool.runs.longest() < 12:
+                # The first node in the way goes behind the last free run.
+                node = min(
+                    (n for n in pool.tree.live() if pool.tree.length[n]),
+                    key=lambda n: pool.tree.extents(n)[0],
+                )
+                run = max(pool.runs.length_at)
+                end = run + pool.runs.length_at[run]
+                n = pool.tree.length[node]
+                assert pool.finish_move(pool.begin_move(node, target=[end - n, n]).handle)
+            assert pool.admission.wanted_run() == 0
+        now = 0.05 if moved else 0.2
+        pushes = pool.poll(now)
+        assert any(isinstance(push, Ready) and push.ticket == refused.ticket for push in pushes)
+        answer = pool.allocate(
+            s, root(pool), fresh(12, 5000), contiguous=True, ticket=refused.ticket, now=now
+        )
+        assert isinstance(answer, Admitted)
+        assert len(answer.extents) == 2
+        assert (pool.statistics().cached == cached) == moved
+        sound(pool)
+
+
 def test_eviction_into_a_window_still_serves() -> None:
     """Slots evicted inside a window are set aside; whoever evicts still gets what it was promised."""
     pool, s, held = scattered()
