@@ -74,6 +74,9 @@ def beaten(row: Row) -> bool:
 LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("internal_fragmentation_pct ", lambda r: _pcts(r.internal_fragmentation_pct)),
     ("reserved_pct ", lambda r: _pcts(r.reserved_pct)),
+    ("pinned_waste_pct ", lambda r: _pcts(r.pinned_waste_pct)),
+    ("blocks_free ", lambda r: _slots(r.blocks_free)),
+    ("usable_run_pct", lambda r: _pct(r.usable_run_pct)),
     ("hit_tokens_pct", lambda r: _pct(r.hit_tokens_pct)),
     ("  offline optimum", lambda r: _pct(r.hit_tokens_pct_optimum) + (BEATEN if beaten(r) else "")),
     ("  nothing ever evicted", lambda r: _pct(r.hit_tokens_pct_ideal)),
@@ -92,13 +95,29 @@ LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("duplicate_tokens ", lambda r: _slots(r.duplicate_tokens)),
     ("copied_tokens", lambda r: _int(r.copied_tokens)),
     ("moved_tokens", lambda r: _int(r.moved_tokens)),
+    ("moves_abandoned", lambda r: _int(r.moves_abandoned)),
+    ("blocks_given_back", lambda r: _int(r.blocks_given_back)),
+    ("moved_per_given_back", lambda r: _pct(r.moved_per_given_back)),
 )
 """Names as `--json` has them, so that one can look up what the other says."""
 
 OPTIONAL: Final = frozenset(
-    {"max_concurrent_sessions", "never", "usable_pct", "copied_tokens", "moved_tokens"}
+    {
+        "max_concurrent_sessions",
+        "never",
+        "usable_pct",
+        "copied_tokens",
+        "moved_tokens",
+        "moves_abandoned",
+        "blocks_given_back",
+        "moved_per_given_back",
+    }
 )
 """Lines left out where they say nothing for any policy."""
+OF_COMPACTION: Final = frozenset({"pinned_waste_pct ", "blocks_free ", "usable_run_pct"})
+"""Lines shown where means are compared."""
+MEANS: Final = {"placement": "placement", "eviction": "+ eviction", "moves": "+ moves"}
+"""A column's second line where the means are told apart."""
 
 
 def print_tables(out: Console, result: ReplayResult, *, all_phases: bool = False) -> None:
@@ -137,13 +156,18 @@ def _table(rows: list[Row], *, both: bool) -> Table:
     table = Table()
     table.add_column("", no_wrap=True)
     mixed = len({row.eviction for row in rows}) > 1
+    compared = any(row.means != "eviction" for row in rows)
     for row in rows:
         name = f"{row.policy}\n{row.sharing}" if both else row.policy
         if mixed:
             name += f"\n{row.eviction}"
+        if compared and row.policy == "slotted":
+            name += f"\n{MEANS[row.means]}" + (f", {row.compaction}" if row.means == "moves" else "")
         table.add_column(name, justify="right", no_wrap=True, style="bold" if row.policy == "slotted" else "")
     for name, value in LINES:
         cells = [value(row) for row in rows]
+        if name in OF_COMPACTION and not compared:
+            continue
         if name not in OPTIONAL or any(cell not in (NONE, "0") for cell in cells):
             table.add_row(name, *cells)
     return table

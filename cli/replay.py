@@ -26,6 +26,7 @@ examples:
   kvslotctl replay sgd_a mtbench101_a --policy paged slotted --block-size 16 64 528 2048
   kvslotctl replay sharegpt_a --policy slotted --engines 4 --routing random --sharing both
   kvslotctl replay mix200_a --policy hashed slotted --via socket --clients 4
+  kvslotctl replay sgd_a --policy slotted --compaction idle --html=moves.html
   kvslotctl replay mix200_a --policy slotted --hours 72 --no-optimum --json=long.json
   kvslotctl replay my.kvs.gz --policy all --json --html=report.html > rows.json
 
@@ -33,6 +34,8 @@ examples:
 
 EVICTIONS: Final = ("lru", "s3fifo", "gaps")
 """The core's, written out: building the parser loads no room.  A test compares."""
+
+COMPACTIONS: Final = ("off", "idle", "forced")
 
 POLICIES: Final = ("contiguous", "paged", "hashed", "token", "slotted", "all")
 """For completion; written out for the same reason, and compared, too."""
@@ -106,6 +109,13 @@ def add(subparsers: _common.Subparsers) -> None:
         metavar="N",
         help="slotted, for kernels that read whole pages of N slots: what is put together anew is copied_tokens (1)",
     )
+    what.add_argument(
+        "--compaction",
+        choices=COMPACTIONS,
+        default=COMPACTIONS[0],
+        help="slotted three times, to tell what each means is worth: placement alone, with eviction that empties "
+        "blocks, and with moves: idle, in gaps between steps, or forced, to rest again and again (off: once, no moves)",
+    )
     what.add_argument("--engines", type=_count, default=1, metavar="N", help="engines that take requests (1)")
     what.add_argument(
         "--routing", choices=("sticky", "random"), default="sticky", help="who takes a request (sticky)"
@@ -141,6 +151,20 @@ def add(subparsers: _common.Subparsers) -> None:
         type=_seconds,
         metavar="S",
         help="closed loop: seconds to fill up (a mean request's time; 0: at once)",
+    )
+    load.add_argument(
+        "--step-gap-us",
+        type=_microseconds,
+        default=200.0,
+        metavar="T",
+        help="compaction idle: microseconds after each decode step in which the device has nothing to do (200)",
+    )
+    load.add_argument(
+        "--copy-tokens-s",
+        type=_positive,
+        default=40_000.0,
+        metavar="N",
+        help="compaction idle: tokens copied in a second (40000: 5 GB/s at 128 KiB a token)",
     )
     load.add_argument("--seed", type=_seed, default=0, metavar="N", help="for routing and --rate (0)")
 
@@ -202,6 +226,10 @@ def _seconds(text: str) -> float:
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
+
+
+def _microseconds(text: str) -> float:
+    return _seconds(text)
 
 
 def _share(text: str) -> float:
@@ -301,7 +329,12 @@ def _misused(arguments: argparse.Namespace) -> str:
             return f"--{name.replace('_', '-')} is about real processes; give --via socket, too"
     if arguments.via == "socket" and arguments.page > 1:
         return "--page is for replays in this process; leave --via socket out"
-    only_slotted = [name for name in ("page", "unsplit") if name in given]
+    for name in ("step_gap_us", "copy_tokens_s"):
+        if name in given and (arguments.compaction != "idle" or arguments.via == "socket"):
+            return (
+                f"--{name.replace('_', '-')} is about moves in simulated gaps: --compaction idle --via inproc"
+            )
+    only_slotted = [name for name in ("page", "unsplit", "compaction") if name in given]
     if only_slotted and not {"slotted", "all"} & {
         part for name in arguments.policy for part in name.split(",")
     }:
@@ -360,7 +393,7 @@ def _policies(names: list[str]) -> list[str]:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from kvslot.replay import Case, find, load, peak_live_tokens, run_cases
+    from kvslot.replay import Case, find, load, means, peak_live_tokens, run_cases
     from kvslot.replay.policies import evictions
 
     try:
@@ -390,13 +423,20 @@ def _replay(arguments: argparse.Namespace) -> int:
                 ):
                     for policy in policies:
                         order = evictions(policy)[0] if policy in keep else arguments.eviction
-                        cases.append(
-                            Case(
-                                trace,
-                                _replace(base, policy=policy, sharing=sharing, eviction=order),
-                                via if policy == "slotted" else "inproc",
-                            )
+                        case = Case(
+                            trace,
+                            _replace(base, policy=policy, sharing=sharing, eviction=order),
+                            via if policy == "slotted" else "inproc",
                         )
+                        if policy == "slotted" and via == "socket":
+                            # A daemon's one way of evicting, and its own choice of moments.
+                            cases.append(
+                                case._replace(config=_replace(case.config, compaction=arguments.compaction))
+                            )
+                        elif policy == "slotted" and arguments.compaction != "off":
+                            cases += means(case, arguments.compaction)
+                        else:
+                            cases.append(case)
         with _common.Bar() as bar:
             result = run_cases(
                 cases,
@@ -451,6 +491,8 @@ def _config(arguments: argparse.Namespace, block_size: int) -> ReplayConfig:
         eviction=arguments.eviction,
         fill_holes=not arguments.unsplit,
         page=arguments.page,
+        step_gap_us=arguments.step_gap_us,
+        copy_tokens_s=arguments.copy_tokens_s,
         watermark=arguments.watermark,
         prefill_us=arguments.prefill_us,
         decode_ms=arguments.decode_ms,
@@ -484,6 +526,9 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
         "eviction",
         "unsplit",
         "page",
+        "compaction",
+        "step_gap_us",
+        "copy_tokens_s",
         "watermark",
         "prefill_us",
         "decode_ms",

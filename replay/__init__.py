@@ -4,7 +4,7 @@ The face of this room: `load` a trace (`find` resolves names of bundled ones), d
 `replay` one run, or `run_cases` for many into a `ReplayResult`.
 """
 
-from kvslot.replay.cases import Case, run_cases
+from kvslot.replay.cases import Case, means, run_cases
 from kvslot.replay.clairvoyant import Nodes
 from kvslot.replay.engine import (
     Outcome,
@@ -36,6 +36,7 @@ __all__ = [
     "find",
     "load",
     "max_concurrent_sessions",
+    "means",
     "peak_live_tokens",
     "replay",
     "run_cases",

@@ -14,8 +14,19 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import msgspec
 
 from kvslot.replay.clairvoyant import Nodes
-from kvslot.replay.engine import ReplayConfig, max_concurrent_sessions, replay
-from kvslot.replay.metrics import Comparison, ReplayResult, Row, Run, TraceMeta, meta
+from kvslot.replay.engine import Outcome, ReplayConfig, max_concurrent_sessions, replay
+from kvslot.replay.metrics import (
+    Compacted,
+    Comparison,
+    Picture,
+    ReplayResult,
+    Row,
+    Run,
+    TraceMeta,
+    meta,
+)
+from kvslot.replay.policies import Compaction, Shrinking
+from kvslot.replay.recorder import usable_run
 from kvslot.replay.traces import Expander, Trace
 
 if TYPE_CHECKING:
@@ -28,6 +39,10 @@ Report = Callable[[str, float], None]
 """Called with what is going on and the share of all work that is done, 0..1."""
 
 
+COMPACTED_AT: Final = 0.6
+"""Share of the slots in use in the picture of a pool before compaction: what a quiet night leaves of a full one."""
+
+
 class Case(NamedTuple):
     """One run to come."""
 
@@ -37,6 +52,18 @@ class Case(NamedTuple):
     """How the policy is reached: in this process, or by real client processes of a daemon."""
     beside: bool = False
     """Via a socket: run it in this process as well, so that the figures can be compared."""
+    compact: bool = False
+    """In this process, `slotted` alone: picture the pool at the end before and after compaction to rest."""
+
+
+def means(case: Case, compaction: Compaction) -> list[Case]:
+    """The same run three times, to tell what each of the means is worth: placement alone, with eviction that prefers to
+    empty blocks, and with moves on top of that."""
+    return [
+        case._replace(config=msgspec.structs.replace(case.config, emptying=False)),
+        case._replace(compact=case.via == "inproc"),
+        case._replace(config=msgspec.structs.replace(case.config, compaction=compaction)),
+    ]
 
 
 def clock(trace: Trace, config: ReplayConfig) -> str:
@@ -85,11 +112,13 @@ def run_cases(
     nodes: dict[bool, Nodes] = {}
     done_before: dict[bytes, tuple[Run, list[Row]]] = {}
     done = 0
-    for (trace, config, via, beside), weight in zip(cases, weights, strict=True):
+    for (trace, config, via, beside, compact), weight in zip(cases, weights, strict=True):
         share = config.engines if config.sharing == "partitioned" else 1
         words = f"{trace.name} · {config.policy} · block {config.block_size}" + (
             f" · {share} pools" if share > 1 else ""
         )
+        if config.compaction != "off":
+            words += f" · compaction {config.compaction}"
         if via == "socket" and processes is not None:
             words += f" · {processes.clients} processes"
 
@@ -117,7 +146,7 @@ def run_cases(
             from kvslot.replay.processes import replay_processes
 
             assert processes is not None
-            run, rows, _ = replay_processes(
+            run, rows, *_ = replay_processes(
                 trace,
                 config,
                 processes,
@@ -142,6 +171,8 @@ def run_cases(
                 progress=tell,
             )
             run, rows = outcome.run, outcome.rows
+            if compact:
+                run.compacted = compacted(outcome)
             if with_max_live:
                 most = max_concurrent_sessions(trace, config, limit=max_live_limit, expander=expander)
                 rows = [msgspec.structs.replace(row, max_concurrent_sessions=most) for row in rows]
@@ -153,6 +184,34 @@ def run_cases(
         tell(0.0, done=done)
     result.meta.wall_s = round(time.perf_counter() - began, 3)
     return result
+
+
+def compacted(outcome: Outcome, share: float = COMPACTED_AT) -> Compacted | None:
+    """What compaction to rest makes of the pool at a run's end, once the policy has evicted it down to `share`.
+
+    None where there are several pools, or none that can be compacted."""
+    if len(outcome.policies) != 1:
+        return None
+    policy = outcome.policies[0]
+    if not isinstance(policy, Shrinking):
+        return None
+    now = outcome.recorder.end
+    policy.shrink(share, now)
+    before, seen = policy.gauges(), policy.blocks()
+    moved = policy.counters().moved_tokens
+    policy.rest(now)
+    after = policy.gauges()
+    size = outcome.run.block_size
+    return Compacted(
+        occupancy_pct=round(100 * before.tokens_held / before.usable, 3),
+        before=Picture(time_s=now, progress=1.0, blocks=seen),
+        after=Picture(time_s=now, progress=1.0, blocks=policy.blocks()),
+        blocks_free_before=(before.usable - before.blocks_in_use_slots) // size,
+        blocks_free_after=(after.usable - after.blocks_in_use_slots) // size,
+        usable_run_pct_before=round(100 * usable_run(before), 3),
+        usable_run_pct_after=round(100 * usable_run(after), 3),
+        moved_tokens=policy.counters().moved_tokens - moved,
+    )
 
 
 COMPARED: Final = ("hit_tokens_pct", "internal_fragmentation_pct", "refusals_per_hour", "preemptions")

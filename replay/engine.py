@@ -31,6 +31,11 @@ in the same instant would compute their common prompt `live` times over, and wou
 Rounds (`hours`): at the trace's end it starts again with new sessions (see `traces.py`), until that much time has gone
 by; then nothing new is let in, and what is in the system ends.
 
+Compaction (`idle` or `forced`; policies that can).  A *gap* is time in which the device computes nothing: all of it
+while nothing runs, `step_gap_us` after every decode step while sequences decode, none while a prompt is computed.
+`idle` hands the policy each gap as it ends, as the tokens that `copy_tokens_s` copies in it; what is not used is lost.
+`forced` makes it move until nothing is left to be gained, every `REST_EVERY_S`, as if copies took no time.
+
 Determinism: all events are ordered by (time, sequence number); chance comes from one seeded generator and from hashes
 of numbers.  Same trace, settings and seed: same rows, but for measured times.
 """
@@ -53,7 +58,15 @@ from kvslot.replay import policies as registry
 from kvslot.replay.bounds import Written, Yardstick
 from kvslot.replay.clairvoyant import Nodes, optimum
 from kvslot.replay.metrics import Row, Run
-from kvslot.replay.policies._base import Admitted, Gauges, Policy, PolicyConfig, Refused
+from kvslot.replay.policies._base import (
+    Admitted,
+    Compacting,
+    Compaction,
+    Gauges,
+    Policy,
+    PolicyConfig,
+    Refused,
+)
 from kvslot.replay.recorder import Event, Recorder, Schedule, add_counters, add_gauges, room, rows, series
 from kvslot.replay.traces import Expander, Trace
 
@@ -69,6 +82,13 @@ COLLECT_EVERY: Final = 20_000
 """Finished requests between two garbage collections, which happen outside everything measured: a pause inside a
 policy's call would be charged to whoever happened to allocate."""
 PROGRESS_EVERY: Final = 256
+REST_EVERY_S: Final = 10.0
+"""Simulated seconds between two compactions to rest."""
+STEP_GAP_US: Final = 200.0
+"""What a serving engine's host leaves its device idle for between two decode steps: schedule, sample, launch."""
+COPY_TOKENS_S: Final = 40_000.0
+"""5 GB/s, one thread's plain copy, at 128 KiB of K and V a token (32 layers, 8 heads of 128, 16 bits).  An accelerator
+copies a hundred times as fast."""
 _U64: Final = (1 << 64) - 1
 
 
@@ -101,6 +121,18 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`slotted` only; False: no piece is ever split to fill a hole."""
     page: int = 1
     """`slotted` only: slots of the pages that kernels read whole."""
+    emptying: bool = True
+    """`slotted` only; False: eviction takes the oldest leaf, whether or not another one's death empties a block."""
+    compaction: Compaction = "off"
+    """`slotted` only."""
+    step_gap_us: float = STEP_GAP_US
+    """Idle: microseconds after each decode step in which the device has nothing to do."""
+    copy_tokens_s: float = COPY_TOKENS_S
+    """Idle: tokens that can be copied in a second."""
+    planner: str = "planned"
+    """Who chooses the moves; "greedy" is the baseline."""
+    purposes: tuple[str, ...] = ()
+    """What may be moved for; (): everything."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -125,6 +157,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
         need(self.hours is None or 0 < self.hours < 1e6, f"hours is {self.hours}; it must be above 0")
         need(self.rate is None or 0 < self.rate < 1e6, f"rate is {self.rate}; it must be above 0")
         need(0 <= self.watermark < 1, f"watermark is {self.watermark}; it must be 0 or more and below 1")
+        need(self.step_gap_us >= 0, f"step_gap_us is {self.step_gap_us}; it must be 0 or more")
+        need(self.copy_tokens_s > 0, f"copy_tokens_s is {self.copy_tokens_s}; it must be above 0")
         need(self.prefill_us >= 0 and self.decode_ms >= 0, "prefill_us and decode_ms must be 0 or more")
         need(self.ramp_s is None or 0 <= self.ramp_s < 1e9, f"ramp_s is {self.ramp_s}; it must be 0 or more")
 
@@ -139,6 +173,8 @@ class Outcome(NamedTuple):
     run: Run
     rows: list[Row]
     recorder: Recorder
+    policies: tuple[Policy, ...] = ()
+    """As the run left them, one a pool; none where they were in other processes."""
 
 
 class Job:
@@ -279,6 +315,14 @@ class Engine:
         self.parked: set[int] = set()
         """Arrived, but what they build on has not finished."""
         self.finished = 0
+        self.compacting: list[Compacting] = [
+            policy for policy in instances if config.compaction != "off" and isinstance(policy, Compacting)
+        ]
+        self.rest_at = REST_EVERY_S
+        step_s = config.decode_ms * 1e-3
+        gap_s = min(config.step_gap_us * 1e-6, step_s)
+        self.idle_share = gap_s / step_s if step_s else 0.0
+        """Of the time in which sequences decode and no prompt is computed."""
         # A round lasts as long as the recording, and the mean gap between requests more.
         if trace.t is not None:
             span = trace.t[-1] - trace.t[0]
@@ -314,6 +358,8 @@ class Engine:
                 continue  # the trace is over before the loop was full
             if recorder.sampler is not None and recorder.sampler.next < at:
                 self._read(at)
+            if self.compacting:
+                self._compact(now, at)
             now = at
             self._happen(kind, job, now)
             self._fill(now)
@@ -352,6 +398,22 @@ class Engine:
             add_counters([pool.policy.counters() for pool in self.pools]),
             self.recorder.totals(),
         )
+
+    def _compact(self, start: float, now: float) -> None:
+        """Hands on what the device left idle from `start` to `now`, in which nothing has happened."""
+        if self.config.compaction == "forced":
+            if now >= self.rest_at:
+                self.rest_at = now + REST_EVERY_S
+                for policy in self.compacting:
+                    policy.rest(now)
+            return
+        # One device: while it computes anybody's prompt nobody's pool has a gap.
+        if any(pool.prefilling for pool in self.pools):
+            return
+        tokens = (now - start) * self.config.copy_tokens_s * (self.idle_share if self.running else 1.0)
+        if tokens > 0:
+            for policy in self.compacting:
+                policy.gap(tokens / len(self.compacting), now)
 
     def _at(self, when: float, kind: int, job: Job | None) -> None:
         self.ticks += 1
@@ -759,6 +821,10 @@ def replay(
                 engine_count=config.engines if count == 1 else 1,
                 fill_holes=config.fill_holes,
                 page=config.page,
+                emptying=config.emptying,
+                compaction=config.compaction,
+                planner=config.planner,
+                purposes=config.purposes,
             ),
         )
         for _ in range(count)
@@ -782,12 +848,14 @@ def replay(
         wall_s=round(time.perf_counter() - began, 3),
         series=series(recorder),
         pictures=recorder.pictures,
+        compaction=config.compaction,
+        emptying=config.emptying,
     )
     best: dict[int, int] | None = None
     if nodes is not None and recorder.schedule is not None:
         with quiet_collector():
             best = optimum(nodes, recorder.schedule, config.pool_tokens)
-    return Outcome(run, rows(recorder, run, index, hits_optimum=best), recorder)
+    return Outcome(run, rows(recorder, run, index, hits_optimum=best), recorder, tuple(instances))
 
 
 def peak_live_tokens(trace: Trace, config: ReplayConfig) -> int:

@@ -15,6 +15,9 @@ Definitions, the same for every policy (sums over the instances where each engin
     ideal hit              = prompt tokens, at most all but the last, that any request had written by then
     lost_hit_tokens        = the part of (ideal - hit) that rounding down to the policy's granularity explains
     evicted_hit_tokens     = the rest of it: evicted, or never kept, or kept in another engine's pool
+    pinned_waste           = free slots in blocks that something keeps from being wholly free / usable
+    usable_run             = of the free slots, the share that can be had as runs of 32 whole blocks
+    moved_per_given_back   = tokens moved / slots of the whole blocks that moves gave back
 
 Gauges are sampled on a regular grid of simulated time that starts at the first admission.  A run's length is not known
 beforehand, so the grid starts fine and its step doubles whenever 2,000 buckets are full; two buckets merge into one
@@ -133,6 +136,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_tokens: Spread
     via: str = "inproc"
     """How the policy was reached: in this process, or "socket": by real client processes of a daemon."""
+    compaction: str = "off"
+    """"off", "idle": moves in the gaps between steps, or "forced": moves to rest again and again."""
+    emptying: bool = True
+    """Whether eviction prefers, among equals, a leaf whose death empties a block."""
+    blocks_free: Spread = Spread(0.0, 0.0)
+    """Blocks that are wholly free."""
+    pinned_waste_pct: Spread = Spread(0.0, 0.0)
+    usable_run_pct: float | None = None
+    """Mean over time; None: the policy does not know its free runs."""
+    moves: int = 0
+    moves_abandoned: int = 0
+    blocks_given_back: int = 0
+    """Whole blocks that moves gave back, less those that they took."""
+    moved_per_given_back: float | None = None
+    """None: no block was given back."""
+
+    @property
+    def means(self) -> str:
+        """What kept this pool in order, where that is told apart: "placement", "eviction" or "moves"."""
+        return "moves" if self.compaction != "off" else "eviction" if self.emptying else "placement"
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -171,6 +194,21 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the requests that had started, 0..1."""
     blocks: bytes
     """One byte a block, or a bucket of blocks: 0..255 the share of its slots that hold tokens."""
+
+
+class Compacted(msgspec.Struct, frozen=True, kw_only=True):
+    """What compaction to rest makes of the pool of a run in which nothing was ever moved.
+
+    At the run's end the policy evicts until `occupancy_pct` of the usable slots are in use; that is `before`."""
+
+    occupancy_pct: float
+    before: Picture
+    after: Picture
+    blocks_free_before: int
+    blocks_free_after: int
+    usable_run_pct_before: float
+    usable_run_pct_after: float
+    moved_tokens: int
 
 
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +287,9 @@ class Run(msgspec.Struct, kw_only=True):
     pictures: list[Picture]
     via: str = "inproc"
     processes: ProcessReport | None = None
+    compaction: str = "off"
+    emptying: bool = True
+    compacted: Compacted | None = None
 
 
 class TraceMeta(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvslot.replay.metrics import PHASES, Picture, Quantiles, Row, Run, Series, Spread
-from kvslot.replay.policies._base import Counters, Gauges
+from kvslot.replay.policies._base import UNKNOWN, Counters, Gauges
 
 BUCKETS_MAX: Final = 1000
 SAMPLES_PER_BUCKET: Final = 2
@@ -30,6 +30,7 @@ HOUR_S: Final = 3600.0
 
 _GAUGES: Final = len(Gauges._fields)
 _RUN: Final = Gauges._fields.index("largest_free_run")
+_USABLE: Final = Gauges._fields.index("usable_run")
 
 
 def fragmentation(gauges: Gauges) -> float:
@@ -60,11 +61,22 @@ def add_gauges(parts: Sequence[Gauges]) -> Gauges:
         return parts[0]
     sums = [sum(values) for values in zip(*parts, strict=True)]
     sums[_RUN] = max(gauges.largest_free_run for gauges in parts)
+    sums[_USABLE] = max(UNKNOWN, sums[_USABLE])
     return Gauges(*sums)
 
 
 def add_counters(parts: Sequence[Counters]) -> Counters:
     return parts[0] if len(parts) == 1 else Counters(*(sum(values) for values in zip(*parts, strict=True)))
+
+
+def pinned_waste(gauges: Gauges) -> int:
+    """Free slots in blocks that are not wholly free."""
+    return max(0, gauges.free - gauges.usable + gauges.blocks_in_use_slots)
+
+
+def usable_run(gauges: Gauges) -> float:
+    """Share, 0..1, of the free slots that can be had as runs of whole blocks; 1 where nothing is free."""
+    return gauges.usable_run / gauges.free if gauges.free else 1.0
 
 
 class Totals(NamedTuple):
@@ -85,11 +97,14 @@ class Bucket:
         "duplicates",
         "fragmentation",
         "occupancy",
+        "pinned",
         "reserved",
         "run",
+        "runs",
         "samples",
         "sums",
         "totals",
+        "whole",
     )
 
     def __init__(self) -> None:
@@ -101,6 +116,11 @@ class Bucket:
         self.occupancy = [0.0, 0.0]
         self.duplicates = [0.0, 0.0]
         self.run = [0.0, 0.0, float("inf")]
+        self.whole = [0.0, 0.0]
+        """Slots of wholly free blocks."""
+        self.pinned = [0.0, 0.0]
+        self.runs = [0.0, 0.0]
+        """Share of the free slots in long runs; below 0 where the policy does not know."""
         self.totals = Totals(0, 0, 0, 0, 0)
         self.counters = Counters(0, 0, 0, 0, 0)
 
@@ -117,6 +137,9 @@ class Bucket:
             (self.occupancy, gauges.tokens_held / usable),
             (self.duplicates, gauges.duplicates),
             (self.run, gauges.largest_free_run),
+            (self.whole, gauges.usable - gauges.blocks_in_use_slots),
+            (self.pinned, pinned_waste(gauges) / usable),
+            (self.runs, usable_run(gauges) if gauges.usable_run >= 0 else -1.0),
         )
         for pair, reading in values:
             pair[0] += reading * times
@@ -134,6 +157,9 @@ class Bucket:
             (self.occupancy, later.occupancy),
             (self.duplicates, later.duplicates),
             (self.run, later.run),
+            (self.whole, later.whole),
+            (self.pinned, later.pinned),
+            (self.runs, later.runs),
         ):
             mine[0] += other[0]
             mine[1] = max(mine[1], other[1])
@@ -193,7 +219,16 @@ class Sampler:
 
 def _halve(bucket: Bucket) -> None:
     bucket.sums = [value / 2 for value in bucket.sums]
-    for pair in (bucket.fragmentation, bucket.reserved, bucket.occupancy, bucket.duplicates, bucket.run):
+    for pair in (
+        bucket.fragmentation,
+        bucket.reserved,
+        bucket.occupancy,
+        bucket.duplicates,
+        bucket.run,
+        bucket.whole,
+        bucket.pinned,
+        bucket.runs,
+    ):
         pair[0] /= 2
 
 
@@ -421,6 +456,17 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
                 evicted_tokens=delta.evicted_tokens,
                 duplicate_tokens=_spread([bucket.duplicates for bucket in buckets], buckets, 1.0),
                 via=run.via,
+                compaction=run.compaction,
+                emptying=run.emptying,
+                blocks_free=_spread([bucket.whole for bucket in buckets], buckets, 1 / run.block_size),
+                pinned_waste_pct=_spread([bucket.pinned for bucket in buckets], buckets, 100.0),
+                usable_run_pct=_known(_spread([bucket.runs for bucket in buckets], buckets, 100.0).mean),
+                moves=delta.moves,
+                moves_abandoned=delta.moves_abandoned,
+                blocks_given_back=delta.given_back,
+                moved_per_given_back=_round(delta.moved_tokens / (delta.given_back * run.block_size))
+                if delta.given_back > 0
+                else None,
             )
         )
     return made
@@ -506,6 +552,11 @@ def _spread(pairs: list[list[float]], buckets: list[Bucket], scale: float) -> Sp
         return Spread(0.0, 0.0)
     mean = sum(pair[0] for pair in pairs) / samples
     return Spread(_round(scale * mean), _round(scale * max(pair[1] for pair in pairs)))
+
+
+def _known(value: float) -> float | None:
+    """A share that was sampled as less than nothing is not known."""
+    return None if value < 0 else value
 
 
 def _quantiles(values: npt.NDArray[np.float64]) -> Quantiles:

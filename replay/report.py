@@ -22,9 +22,9 @@ import msgspec
 
 from kvslot.replay.cases import WITHOUT_BLOCKS
 from kvslot.replay.metrics import ReplayResult
-from kvslot.replay.page import tables
+from kvslot.replay.page import compaction, tables
 from kvslot.replay.page.figures import POLICIES
-from kvslot.replay.page.html import Html, clean, script_json, text
+from kvslot.replay.page.html import Html, clean, el, script_json, text
 from kvslot.replay.page.packing import STATES, pack
 from kvslot.replay.page.views import by_setup, groups_of, label
 
@@ -41,13 +41,14 @@ def render(result: ReplayResult) -> str:
     shown = _shown(result)
     return Template(_part("page.html")).substitute(
         title=text(f"{tables.title(shown)} · kvslot replay"),
-        style=_part("page.css") + _policy_styles(shown),
+        style=_part("page.css") + _policy_styles(shown) + "\n" + compaction.styles(),
         script=_part("page.js"),
         replayed=tables.replayed(shown),
         findings=tables.found(shown),
         views=tables.views(shown),
         sizes=tables.sizes(shown),
         pools=tables.pools(shown),
+        compaction=_compaction(shown),
         definitions=tables.definitions(shown),
         limits=text(tables.limits(shown)),
         version=text(result.meta.version),
@@ -57,6 +58,12 @@ def render(result: ReplayResult) -> str:
 
 def _part(name: str) -> Html:
     return Html(files(PARTS).joinpath(name).read_text(encoding="utf-8"))
+
+
+def _compaction(shown: tables.Shown) -> Html:
+    """The pictures before and after, a section of their own; empty where no run has any."""
+    body = compaction.section(shown.result.runs)
+    return el("section", body, id="compaction", aria_labelledby="compaction-h") if body else Html("")
 
 
 def _policy_styles(shown: tables.Shown) -> str:
@@ -98,7 +105,7 @@ def _data(shown: tables.Shown) -> dict[str, Any]:
                 {
                     "policy": shown.policies[row.policy],
                     "label": clean(label(row, both)),
-                    "dashed": both and row.sharing == "partitioned",
+                    "dashed": tables.dashed(row, both),
                     "run": len(wanted) - 1 if known else -1,
                     "waste": round(row.internal_fragmentation_pct.mean, 3),
                     "hits": round(row.hit_tokens_pct, 3),

@@ -212,6 +212,32 @@ SECTIONS: Final[tuple[tuple[str, tuple[Figure, ...]], ...]] = (
                 optional=True,
             ),
             Figure(
+                "pinned_waste_pct",
+                "Free slots in blocks in use",
+                "% of the pool, mean over time",
+                "Slots that hold nothing in blocks that something keeps from being wholly free. New pieces may take "
+                "them; whole blocks and long runs cannot be made of them.",
+                lambda r: Cell(pct(r.pinned_waste_pct.mean), peak(r.pinned_waste_pct.max, pct)),
+                optional=True,
+            ),
+            Figure(
+                "blocks_free",
+                "Blocks wholly free",
+                "blocks, mean over time",
+                "Blocks in which no slot is in use.",
+                lambda r: Cell(count(r.blocks_free.mean), peak(r.blocks_free.max, count)),
+                optional=True,
+            ),
+            Figure(
+                "usable_run_pct",
+                "Free memory usable as runs of 32 blocks",
+                "%, mean over time",
+                "Of the free slots, the share that can be had as runs of 32 whole consecutive blocks. A pool kept full "
+                f"of cached prefixes has few. {DASH}: the policy does not know its free runs.",
+                lambda r: Cell(pct(r.usable_run_pct)),
+                optional=True,
+            ),
+            Figure(
                 "largest_free_run",
                 "Longest free run",
                 "slots, mean over time",
@@ -349,7 +375,29 @@ SECTIONS: Final[tuple[tuple[str, tuple[Figure, ...]], ...]] = (
                 "Tokens moved",
                 "tokens",
                 "Moved by compaction.",
-                lambda r: Cell(count(r.moved_tokens)),
+                lambda r: Cell(count(r.moved_tokens), f"{count(r.moves)} moves" if r.moves else ""),
+                optional=True,
+            ),
+            Figure(
+                "blocks_given_back",
+                "Blocks given back by moves",
+                "blocks",
+                "Whole blocks that moves made free, less those that they took into use.",
+                lambda r: Cell(
+                    count(r.blocks_given_back),
+                    f"{r.moved_per_given_back:.2f} tokens moved a slot"
+                    if r.moved_per_given_back is not None
+                    else "",
+                ),
+                optional=True,
+            ),
+            Figure(
+                "moves_abandoned",
+                "Moves abandoned",
+                "moves",
+                "Moves whose piece was split, evicted or read by somebody before its copy had ended: idle time lost, "
+                "and nothing else.",
+                lambda r: Cell(count(r.moves_abandoned)),
                 optional=True,
             ),
             Figure(

@@ -37,7 +37,8 @@ def findings(groups: Sequence[Group]) -> list[Finding]:
     columns: Columns = {}
     for group in groups:
         for row in group.phases.get("all", []):
-            columns.setdefault((row.policy, row.sharing), []).append(row)
+            if row.means == "eviction":  # the others are told of by themselves
+                columns.setdefault((row.policy, row.sharing), []).append(row)
     if not columns:
         return []
     found: list[Finding | None] = []
@@ -60,6 +61,7 @@ def findings(groups: Sequence[Group]) -> list[Finding]:
             _evicted(ours, at),
             _cpu(ours, rows, at),
             _pieces(ours, rows, at),
+            *_means(ours, groups, sharing),
         ]
     return [each for each in found if each is not None]
 
@@ -387,6 +389,40 @@ def _pieces(ours: Sequence[Row], rows: dict[str, list[Row]], at: dict[int, int])
         f"per 1,000 tokens against {other.extents_per_1k_tokens:,.1f} under {other.policy}.",
         at[mine.block_size],
     )
+
+
+def _means(ours: Sequence[Row], groups: Sequence[Group], sharing: str) -> list[Finding | None]:
+    """What eviction that empties blocks, and moves, bought and cost: one sentence a block size."""
+    found: list[Finding | None] = []
+    for row in ours:
+        group = next(group for group in groups if group.block_size == row.block_size)
+        others = {
+            each.means: each
+            for each in group.phases.get("all", [])
+            if each.policy == OURS and each.sharing == sharing and each is not row
+        }
+        plain, moved = others.get("placement"), others.get("moves")
+        if plain is None or moved is None:
+            continue
+        steps = [f"{pct(each.pinned_waste_pct.mean)} %" for each in (plain, row, moved)]
+        text = (
+            f"Free slots in blocks that something keeps in use, in blocks of {row.block_size:,}: *{steps[0]}* of the "
+            f"pool with placement alone, {steps[1]} with eviction that prefers to empty blocks, *{steps[2]}* with "
+            f"moves ({moved.compaction})."
+        )
+        if moved.moved_tokens:
+            text += f" {count(moved.moved_tokens)} tokens were moved"
+            each = moved.moved_per_given_back
+            text += (
+                f", {each:.2f} for each slot of the {count(moved.blocks_given_back)} blocks that this gave back."
+                if each is not None
+                else " and gave no block back."
+            )
+        else:
+            text += " Nothing was worth moving."
+        bought = row.pinned_waste_pct.mean - moved.pinned_waste_pct.mean
+        found.append(Finding("gain" if bought >= POINTS_NOTHING else "nothing", text, group.index))
+    return found
 
 
 def _plain(rows: dict[str, list[Row]], at: dict[int, int]) -> list[Finding]:

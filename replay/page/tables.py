@@ -29,7 +29,7 @@ from kvslot.replay.page.figures import (
 from kvslot.replay.page.findings import Verdict, findings
 from kvslot.replay.page.html import Html, el, join, name
 from kvslot.replay.page.packing import STATES, state_means
-from kvslot.replay.page.views import Group, Setup, label
+from kvslot.replay.page.views import Group, Setup, label, means_words
 
 COMPARE: Final[dict[str, Callable[[Row], float]]] = {
     "hit_tokens_pct": lambda r: r.hit_tokens_pct,
@@ -287,12 +287,18 @@ def _column(shown: Shown, row: Row, both: bool) -> Html:
     return join(
         el(
             "span",
-            class_="swatch" + (" dashed" if both and row.sharing == "partitioned" else ""),
+            class_="swatch" + (" dashed" if dashed(row, both) else ""),
             aria_hidden="true",
         ),
         el("bdi", row.policy, title=POLICIES.get(row.policy)),
         el("small", SHARINGS.get(row.sharing, row.sharing)) if both else Html(""),
+        el("small", means_words(row)) if row.means != "eviction" else Html(""),
     )
+
+
+def dashed(row: Row, both: bool) -> bool:
+    """Whether a run is drawn beside another one of the same colour."""
+    return (both and row.sharing == "partitioned") or row.means != "eviction"
 
 
 def _table(shown: Shown, rows: Sequence[Row], what: str, caption: str) -> Html:
@@ -458,15 +464,15 @@ def sizes(shown: Shown) -> Html:
             )
         else:
             both = len({row.sharing for group in groups for row in group.rows}) > 1
-            found: dict[tuple[str, str], dict[int, Row]] = {}
+            found: dict[tuple[str, str, str], dict[int, Row]] = {}
             for group in groups:
                 for row in group.rows:
-                    found.setdefault((row.policy, row.sharing), {})[group.block_size] = row
+                    found.setdefault((row.policy, row.sharing, row.means), {})[group.block_size] = row
             lines = [
                 Line(
                     policy, label(next(iter(by_size.values())), both), [by_size.get(size) for size in columns]
                 )
-                for (policy, _), by_size in found.items()
+                for (policy, *_), by_size in found.items()
             ]
             heads = [f"{size:,}" for size in columns]
             body = join(
@@ -485,7 +491,8 @@ def pools(shown: Shown) -> Html:
         for group in groups:
             by_policy: dict[str, dict[str, Row]] = {}
             for row in group.rows:
-                by_policy.setdefault(row.policy, {})[row.sharing] = row
+                if row.means == "eviction":
+                    by_policy.setdefault(row.policy, {})[row.sharing] = row
             lines += [
                 Line(
                     policy,

@@ -51,7 +51,19 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 def label(row: Row, with_sharing: bool) -> str:
-    return f"{row.policy}, {SHARINGS.get(row.sharing, row.sharing)}" if with_sharing else row.policy
+    words = [row.policy]
+    if with_sharing:
+        words.append(SHARINGS.get(row.sharing, row.sharing))
+    if row.means != "eviction":
+        words.append(means_words(row))
+    return ", ".join(words)
+
+
+def means_words(row: Row) -> str:
+    """What kept the pool of a run in order, where the means are told apart."""
+    return {"placement": "placement alone", "eviction": "and eviction", "moves": f"moves {row.compaction}"}[
+        row.means
+    ]
 
 
 def setup_of(row: Row) -> Setup:

@@ -12,24 +12,34 @@ from typing import cast
 
 from kvslot.allocator import EVICTIONS
 from kvslot.replay.policies._base import (
+    RUN_BLOCKS,
+    UNKNOWN,
     Admitted,
+    Compacting,
+    Compaction,
     Counters,
     Gauges,
     Policy,
     PolicyConfig,
     Refused,
     Room,
+    Shrinking,
 )
 
 __all__ = [
     "NAMES",
+    "RUN_BLOCKS",
+    "UNKNOWN",
     "Admitted",
+    "Compacting",
+    "Compaction",
     "Counters",
     "Gauges",
     "Policy",
     "PolicyConfig",
     "Refused",
     "Room",
+    "Shrinking",
     "UnknownPolicy",
     "available",
     "evictions",

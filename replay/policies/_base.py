@@ -21,9 +21,17 @@ Rules that hold for every policy, so that their figures can be compared:
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+
+Compaction = Literal["off", "idle", "forced"]
+"""When pieces are moved: never; while the device computes nothing; again and again until nothing more is gained."""
+
+RUN_BLOCKS: Final = 32
+"""Blocks of the runs that `Gauges.usable_run` counts."""
+UNKNOWN: Final = -1
+"""A gauge that a policy does not have."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +54,14 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     judged by.  The others never split that way."""
     page: int = 1
     """`slotted` only: slots of the pages that engines' kernels read whole; it divides the block size."""
+    emptying: bool = True
+    """`slotted` only: False lets eviction take the oldest leaf, whether or not another one's death empties a block."""
+    compaction: Compaction = "off"
+    """`slotted` only: anything but "off" makes the policy `Compacting`."""
+    planner: str = "planned"
+    """`slotted` only: who chooses the moves; "greedy" is the baseline, see `kvslot.replay.compaction`."""
+    purposes: tuple[str, ...] = ()
+    """`slotted` only: what may be moved for; (): everything that the planner knows."""
 
 
 class Admitted(NamedTuple):
@@ -108,6 +124,8 @@ class Gauges(NamedTuple):
     """Longest run of consecutive free slots."""
     live_sequences: int
     """Sequences admitted and not yet finished or aborted (a count)."""
+    usable_run: int = UNKNOWN
+    """Free slots usable as runs of RUN_BLOCKS whole blocks: such runs that the free runs hold, times their length."""
 
 
 class Counters(NamedTuple):
@@ -122,6 +140,12 @@ class Counters(NamedTuple):
     extent_tokens: int
     """Slots in the extents handed out."""
     evicted_tokens: int
+    moves: int = 0
+    """Moves that were published."""
+    moves_abandoned: int = 0
+    """Moves whose node was split, evicted or read by somebody before their copy had ended."""
+    given_back: int = 0
+    """Whole blocks that moves gave back, less those that they took as targets."""
 
 
 @runtime_checkable
@@ -170,4 +194,27 @@ class Policy(Protocol):
     def blocks(self) -> bytes:
         """A picture of the pool: one byte per block (or per bucket of blocks; at most 4096 bytes in all), 0..255 the
         share of its slots that hold tokens."""
+        ...
+
+
+@runtime_checkable
+class Compacting(Protocol):
+    """A policy that moves what is cached, when the engine says that it may.  Moving is never part of another call."""
+
+    def gap(self, tokens: float, now: float) -> None:
+        """The device has had nothing to do until `now`, for as long as it takes to copy `tokens` tokens; what it does
+        not use of that is lost."""
+        ...
+
+    def rest(self, now: float) -> None:
+        """Moves, at once, until nothing is left that a move gains."""
+        ...
+
+
+@runtime_checkable
+class Shrinking(Policy, Compacting, Protocol):
+    """A policy whose pool can be pictured before and after compaction."""
+
+    def shrink(self, share: float, now: float) -> None:
+        """Evicts until `share` (0..1) of the usable slots hold tokens, as far as nobody uses them."""
         ...

@@ -5,14 +5,15 @@
 
 Slots are handed out by run: a piece may begin at any slot and end at any slot, so several short pieces share a block,
 and a prompt of 30,000 tokens is one extent where the free space allows.  Hits end at any token.  Nothing is copied to
-append (`chain`).  This module only translates; all rules are the core's.
+append (`chain`).  This module only translates; all rules are the core's, and all moves those of `replay/compaction.py`.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
+import msgspec
 import numpy as np
 
 from kvslot.allocator import (
@@ -28,9 +29,21 @@ from kvslot.allocator import (
     Space,
 )
 from kvslot.allocator import Admitted as Ok
+from kvslot.allocator.runs import EXACT, FreeRuns, size_class
 from kvslot.allocator.slots import CACHED, FENCED, FREE, MOVING, PRIVATE, QUARANTINED
-from kvslot.replay.policies._base import Admitted, Counters, Gauges, PolicyConfig, Refused, Room
+from kvslot.replay.policies._base import (
+    RUN_BLOCKS,
+    Admitted,
+    Counters,
+    Gauges,
+    PolicyConfig,
+    Refused,
+    Room,
+)
 from kvslot.replay.policies.sequences import check_config, prompt_length, unknown
+
+if TYPE_CHECKING:
+    from kvslot.replay.compaction import Compactor
 
 PICTURE_MAX: Final = 4096
 
@@ -44,15 +57,14 @@ class SlottedPolicy:
         check_config(config, evictions=EVICTIONS)
         blocks = config.pool_tokens // config.block_size
         try:
-            self.pool = Pool(
-                PoolConfig(
-                    blocks=blocks,
-                    block_size=config.block_size,
-                    watermark=config.watermark,
-                    eviction=config.eviction,
-                    fill_holes=config.fill_holes,
-                )
+            core = PoolConfig(
+                blocks=blocks,
+                block_size=config.block_size,
+                watermark=config.watermark,
+                eviction=config.eviction,
+                fill_holes=config.fill_holes,
             )
+            self.pool = Pool(core if config.emptying else msgspec.structs.replace(core, emptying=1))
         except BadRequest as error:
             raise ValueError(str(error)) from None
         self._root = self.pool.open_space(Space())
@@ -68,6 +80,27 @@ class SlottedPolicy:
         """How far into its last run a sequence is when it asks for the next."""
         self._refused = (0, 0, self._sessions[0])
         """Request, ticket and session of the last LATER."""
+        self._config = config
+        self.compactor = None if config.compaction == "off" else self._compactor(config)
+
+    def _compactor(self, config: PolicyConfig) -> Compactor:
+        from kvslot.replay.compaction import Compactor
+
+        return Compactor(self.pool, config.planner, config.purposes)
+
+    def gap(self, tokens: float, now: float) -> None:
+        if self.compactor is not None:
+            self.compactor.gap(tokens, now)
+
+    def rest(self, now: float) -> None:
+        if self.compactor is None:
+            self.compactor = self._compactor(self._config)
+        self.compactor.rest(now)
+
+    def shrink(self, share: float, now: float) -> None:
+        pool = self.pool
+        gauges = self.gauges()
+        self.pool.evict(max(0, gauges.tokens_held - int(share * pool.usable)), now=now)
 
     @property
     def granularity(self) -> int:
@@ -169,6 +202,7 @@ class SlottedPolicy:
             evictable=pool.tree.evictable,
             largest_free_run=pool.runs.longest(),
             live_sequences=len(self._live),
+            usable_run=usable_run(pool.runs),
         )
 
     def counters(self) -> Counters:
@@ -179,6 +213,9 @@ class SlottedPolicy:
             extents=pool.extents_given,
             extent_tokens=pool.extent_tokens,
             evicted_tokens=pool.evicted_tokens,
+            moves=pool.moves.published,
+            moves_abandoned=pool.moves.abandoned,
+            given_back=0 if self.compactor is None else self.compactor.given_back,
         )
 
     def blocks(self) -> bytes:
@@ -201,3 +238,22 @@ class SlottedPolicy:
         free = np.diff(free_before[index] - cut)
         size = np.diff(edges)
         return ((size - free) * 255 // size).astype(np.uint8).tobytes()
+
+
+def usable_run(runs: FreeRuns, blocks: int = RUN_BLOCKS) -> int:
+    """Free slots that can be had as runs of `blocks` whole blocks; only long runs are looked at.
+
+    A free run of 70 whole blocks holds two runs of 32: what is left over is no run for whoever needs 32."""
+    size = runs.block_size
+    # A run of whole blocks has at least so many whole cells: a cell is no longer than a block, but need not divide it.
+    least = max(1, blocks * size // runs.cell - 1)
+    first = runs.holes + (least if least < EXACT else size_class(least))
+    found = 0
+    rest = runs.occupied >> first
+    while rest:
+        low = (rest & -rest).bit_length() - 1
+        rest &= rest - 1
+        for start in runs.classes[first + low]:
+            whole = (start + runs.length_at[start]) // size + -start // size
+            found += whole // blocks * blocks
+    return found * size

@@ -105,6 +105,7 @@ socket_mode = 0o600
 log_format = "json"
 log_level = "warning"
 drain_seconds = 1.0
+compaction = "{config.compaction}"
 
 [[pool]]
 name = "replay"

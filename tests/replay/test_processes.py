@@ -66,7 +66,7 @@ def test_figures_are_those_of_one_process(changes: dict[str, Any]) -> None:
     """Four client processes find and waste what one process does, within the spread; every slot was read back."""
     made, settings = trace(), config(**changes)
     alone = replay(made, settings).rows[0]
-    run, rows, _ = replay_processes(made, settings, ProcessSettings())
+    run, rows, *_ = replay_processes(made, settings, ProcessSettings())
     real = rows[0]
     assert (real.via, alone.via) == ("socket", "inproc")
     assert real.requests == real.finished == len(made)
@@ -94,7 +94,7 @@ def test_short_memory_preempts_and_goes_on(place: Path) -> None:
     made = load(file)
     file.unlink()
     settings = config(pool_tokens=1_600, live=16, watermark=0.0, ramp_s=0.0)
-    run, rows, _ = replay_processes(made, settings, ProcessSettings(clients=2))
+    run, rows, *_ = replay_processes(made, settings, ProcessSettings(clients=2))
     assert rows[0].finished == len(made)
     assert rows[0].stuck == 0
     assert rows[0].preemptions > 0
@@ -114,7 +114,7 @@ def test_a_planted_wrong_slot_ends_the_run(by: int) -> None:
 def test_a_client_that_is_killed_leaves_the_others_right() -> None:
     """kill -9 of one in the middle: the others end their work, every slot right, and the daemon's books are clean."""
     made = trace()
-    run, rows, _ = replay_processes(made, config(), ProcessSettings(kill=(1, 0.4)))
+    run, rows, *_ = replay_processes(made, config(), ProcessSettings(kill=(1, 0.4)))
     told = run.processes
     assert told is not None
     assert [each.killed for each in told.clients] == [False, True, False, False]

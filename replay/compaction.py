@@ -1,0 +1,115 @@
+"""Moves in a replay: the planner's choices, carried out in simulated time.
+
+    gap      the device is idle for so many tokens' worth of copying: moves begin, are paid for token by token, and are
+             published when they are paid; a move that a gap is too short for goes on in the next one
+    rest     moves are begun and published at once, until the planner has none left: what compaction could gain at most
+
+A move holds nothing.  What it was to move may be read, split or evicted before its copy has ended; then it is abandoned
+and the idle time it took is lost, as in life.  Blocks given back are counted around each step of a move: the target's
+blocks that it takes into use are taken off what the source's death gives.
+
+Purposes come in the order in which they pay: whole blocks first, then runs of RUN_BLOCKS blocks for whoever needs
+one, then prefixes that lie in many pieces.  `greedy` is the plain way of the baseline: all pieces of the emptiest block
+go to the best-fitting holes, and nothing else is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from kvslot.allocator import OutOfTurn, Pool
+from kvslot.defrag import Greedy, Planner, Plans, Purpose
+
+PURPOSES: Final = ("free_blocks", "run", "join")
+"""In the order in which they are planned for."""
+PLANNERS: Final = ("planned", "greedy")
+PLAN_TOKENS: Final = 4096
+"""Planned at a time: enough to choose well among, little enough to be still right when its turn comes."""
+REST_TOKENS: Final = 1 << 16
+"""The same where no time passes between planning and moving."""
+FEED: Final = 4096
+"""Changes that the planner takes in at a time."""
+LOOK_EVERY_S: Final = 1.0
+"""Simulated seconds that a planner without a move to make is left alone for."""
+REST_ROUNDS: Final = 10_000
+"""Plans until rest; a planner that has not come to rest by then never does, which is a fault."""
+
+
+class Restless(RuntimeError):
+    """The planner found moves for ever."""
+
+
+class Compactor:
+    """The moves of one pool.  Raises ValueError for a purpose or a planner that does not exist."""
+
+    def __init__(self, pool: Pool, planner: str = "planned", purposes: tuple[str, ...] = ()) -> None:
+        if planner not in PLANNERS:
+            raise ValueError(f"planner is {planner!r}; there are {', '.join(PLANNERS)}")
+        for each in purposes:
+            if each not in PURPOSES:
+                raise ValueError(f"purpose is {each!r}; there are {', '.join(PURPOSES)}")
+        self.pool = pool
+        self.planner: Plans = Planner(pool) if planner == "planned" else Greedy(pool)
+        self.purposes = [Purpose(each) for each in purposes or PURPOSES]
+        self.given_back = 0
+        self._under_way: deque[list[float]] = deque()
+        """Moves that have begun, oldest first: [handle, tokens still to be copied]."""
+        self._look_at = 0.0
+
+    def gap(self, tokens: float, now: float) -> None:
+        """The device had time for `tokens` tokens."""
+        while tokens > 0:
+            if not self._under_way:
+                if now < self._look_at:
+                    return
+                self._feed()
+                if not self._begin(PLAN_TOKENS, now):
+                    self._look_at = now + LOOK_EVERY_S
+                    return
+            first = self._under_way[0]
+            if first[1] > tokens:
+                first[1] -= tokens
+                return
+            tokens -= first[1]
+            self._under_way.popleft()
+            self._finish(int(first[0]))
+
+    def rest(self, now: float) -> None:
+        """Everything that is to be gained, at once.  Raises Restless."""
+        self._drain()
+        for _ in range(REST_ROUNDS):
+            self._feed()
+            if not self._begin(REST_TOKENS, now):
+                return
+            self._drain()
+        raise Restless(f"no rest after {REST_ROUNDS:,} plans")
+
+    def _feed(self) -> None:
+        while self.planner.feed(FEED):
+            pass
+
+    def _begin(self, budget: int, now: float) -> bool:
+        """Plans and begins; False where no purpose has a move to make."""
+        pool = self.pool
+        for purpose in self.purposes:
+            before = pool.runs.blocks_free
+            for each in self.planner.plan(budget, purpose, now).moves:
+                try:
+                    move = pool.begin_move(each.node, each.at, each.length, each.target)
+                except OutOfTurn:
+                    continue  # an earlier move of the plan took what this one was to have
+                self._under_way.append([move.handle, move.length])
+            self.given_back += pool.runs.blocks_free - before
+            if self._under_way:
+                return True
+        return False
+
+    def _finish(self, handle: int) -> None:
+        before = self.pool.runs.blocks_free
+        self.pool.finish_move(handle)
+        self.given_back += self.pool.runs.blocks_free - before
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._finish(int(self._under_way.popleft()[0]))
