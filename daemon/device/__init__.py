@@ -133,6 +133,8 @@ class GateStatistics(msgspec.Struct, frozen=True, kw_only=True):
     copied_bytes: int
     copying_seconds: float
     """Spent in copies: `copied_bytes / copying_seconds` is the bandwidth, whatever the thread waited for besides."""
+    bandwidth_lately: float
+    """Bytes a second of copying over the last chunks, some sixteen; 0 before the first."""
     met: int
     """Closings by `watch` that came upon a chunk under way as the step began."""
     closing_seconds: float

@@ -139,13 +139,13 @@ class _Gate:
 class _Counts:
     """Of the gate; see GateStatistics.  Changed by the device thread, but for `allowances`."""
 
-    __slots__ = ("allowances", "chunks", "closing", "closing_last", "closing_max", "copied", "failure_last",
-                 "failures", "met", "pauses", "seconds", "spent", "watched")  # fmt: skip
+    __slots__ = ("allowances", "bandwidth", "chunks", "closing", "closing_last", "closing_max", "copied",
+                 "failure_last", "failures", "met", "pauses", "seconds", "spent", "watched")  # fmt: skip
 
     def __init__(self) -> None:
         self.allowances = self.pauses = self.watched = self.spent = self.met = 0
         self.chunks = self.copied = self.failures = 0
-        self.seconds = self.closing = self.closing_last = self.closing_max = 0.0
+        self.bandwidth = self.seconds = self.closing = self.closing_last = self.closing_max = 0.0
         self.failure_last = ""
 
     def closed(self, seconds: float) -> None:
@@ -360,7 +360,7 @@ class MemoryDevice:
     def gated(self) -> GateStatistics:
         counts, gate = self._counts, self._gate
         return GateStatistics(
-            open=gate is not None and gate.open,
+            open=gate is not None and gate.open and time.monotonic() < gate.deadline,
             allowances=counts.allowances,
             pauses=counts.pauses,
             watched=counts.watched,
@@ -368,6 +368,7 @@ class MemoryDevice:
             chunks=counts.chunks,
             copied_bytes=counts.copied,
             copying_seconds=counts.seconds,
+            bandwidth_lately=counts.bandwidth,
             met=counts.met,
             closing_seconds=counts.closing,
             closing_seconds_last=counts.closing_last,
@@ -600,25 +601,27 @@ class MemoryDevice:
             if not gate.open:
                 return False
         room = min(self.chunk_bytes, gate.bytes_left)
-        clock = time.monotonic()
-        left = (gate.deadline - clock) * self._speed
+        left = (gate.deadline - time.monotonic()) * self._speed
         if left < room:
             room = int(left) if left >= CUT_BYTES_MIN else 0
         if room <= 0:
-            return self._shut(gate, serial, watched=False)
+            return self._shut(gate, serial, 0.0, watched=False)
+        step = 0.0
         try:
             watched = gate.watch()
+            if watched and gate.began is not None:
+                step = gate.began()
         except Exception as error:  # noqa: BLE001 -- whatever is wrong with it, somebody's step may have begun
             watched = True
             counts.failures += 1
             counts.failure_last = f"{type(error).__name__}: {error}"
         if watched:
-            return self._shut(gate, serial, watched=True)
+            return self._shut(gate, serial, step, watched=True)
         if gate.serial != serial:
             return True  # it was allowed anew or shut meanwhile: look again
         self._ran = True
         size = weight = 0
-        began = time.thread_time()
+        start, began = time.monotonic(), time.thread_time()
         while True:
             cut = cutter.next(room - weight)
             self._copy(cut)
@@ -627,12 +630,15 @@ class MemoryDevice:
             if cutter.ended or room - weight < CUT_BYTES_MIN:
                 break
         took = time.thread_time() - began
-        self._last = clock + took
+        self._last = start + took
         counts.chunks += 1
         counts.copied += size
         counts.seconds += took
         if took > 0:
             # Follows quickly what slows down, slowly what speeds up: an allowance kept is worth more than one used up.
+            counts.bandwidth += (size / took - counts.bandwidth) / (
+                16 if counts.chunks > 16 else counts.chunks
+            )
             speed = weight / took
             self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
         with self._work:
@@ -644,9 +650,8 @@ class MemoryDevice:
                 gate.shut_at = 0.0
         return True
 
-    def _shut(self, gate: _Gate, serial: int, *, watched: bool) -> bool:
-        """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on."""
-        began = gate.began() if watched and gate.began is not None else 0.0
+    def _shut(self, gate: _Gate, serial: int, began: float, *, watched: bool) -> bool:
+        """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on.  `began`: the step, or 0."""
         with self._work:
             gate.moving = False
             if gate.serial != serial:

@@ -243,6 +243,7 @@ class SimulatedDevice:
             chunks=counts["chunks"],
             copied_bytes=counts["copied_bytes"],
             copying_seconds=self._copying,
+            bandwidth_lately=counts["copied_bytes"] / self._copying if self._copying else 0.0,
             met=0,  # a landing takes no time, so that none is under way when a step begins
             closing_seconds=0.0,
             closing_seconds_last=0.0,
