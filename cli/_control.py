@@ -62,6 +62,8 @@ def pool_help(command: str) -> str:
     """What `--pool` means there."""
     if command in ("map", "tree", "tickets"):
         return "the pool to show (the first one)"
+    if command == "defrag":
+        return "only this pool (all)"
     if command == "evict":
         return "the pool to evict from; needed where there are several"
     return "only this pool (all)"

@@ -18,7 +18,8 @@ from kvslot import __version__
 from kvslot.cli import _common
 
 COMMANDS: Final = (
-    "status", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "evict", "audit", "drain",
+    "status", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "evict", "defrag", "audit",
+    "drain",
     "replay", "bench",
 )  # fmt: skip
 """Modules of this room, in the order of the help."""

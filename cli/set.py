@@ -22,6 +22,8 @@ EXAMPLES: Final = """\
 
 NAMES: Final = (
     "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us",
+    "compaction", "compaction_start", "compaction_stop", "compaction_run_blocks", "compaction_duty",
+    "compaction_collisions",
 )  # fmt: skip
 """For completion: this room does not load the daemon's, which is who decides.  A test compares."""
 

@@ -299,7 +299,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 0.25
     compaction_collisions: Annotated[
-        float, Rule("real", "share of step begins that may meet a running copy", "", 0, 0.5)
+        float, Rule("real", "share of step begins that may meet a running copy", "", 0.0001, 0.5)
     ] = 0.01
     compaction_chunk_bytes: Annotated[
         int, Rule("size", "copied between two looks at whether a step has begun", "bytes", 4096, 64 << 20)

@@ -7,7 +7,7 @@ bounded in work: at most `limit` owners of slots, nodes or rows, well below a mi
 size.  A listing of many pages is therefore a picture taken over some time: what changes meanwhile may be missing or be
 listed in both its places.  Cursors only ever rise, so every listing ends.
 
-    one row each    status · pools · sessions · namespaces · tickets · frag · latency · config · settings
+    one row each    status · pools · sessions · namespaces · tickets · frag · defrag · latency · config · settings
     columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
                     map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
 
@@ -32,6 +32,7 @@ from kvslot.allocator import Pool as Core
 from kvslot.allocator.extents import split_extents
 from kvslot.allocator.runs import EXACT
 from kvslot.api.wire import BadRequest, NotFound
+from kvslot.api.wire.messages import Compaction
 from kvslot.api.wire.messages import Pool as Description
 from kvslot.daemon.config import CHANGEABLE, SETTINGS
 
@@ -127,6 +128,8 @@ class View(Protocol):
     @property
     def members(self) -> Iterable[MemberView]: ...
     @property
+    def compaction(self) -> Mapping[str, Compaction]: ...  # by pool
+    @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]: ...  # by verb: plain counters
 
 
@@ -137,8 +140,8 @@ def rows(kind: str, view: View, cursor: int = 0, limit: int = 0, *, pool: str = 
     """A page of `kind`, and the cursor of the next one (0: that was the last).
 
     `limit` bounds the rows (`tree`, `map`: the nodes) of the page; 0: as many as are quick.  `pool` names one; "" is
-    all of them for pools, sessions, frag and config, and the first for namespaces, tickets, tree and map.  Raises
-    NotFound for a kind or pool that there is not, BadRequest for a negative cursor.
+    all of them for pools, sessions, frag, defrag and config, and the first for namespaces, tickets, tree and map.
+    Raises NotFound for a kind or pool that there is not, BadRequest for a negative cursor.
     """
     if not 0 <= cursor < BEYOND or limit < 0:
         raise BadRequest(
@@ -294,6 +297,12 @@ def _frag_row(view: PoolView) -> Row:
         else 0.0,
         "usable_run_pct": usable_runs(core),
     }
+
+
+def _defrag(view: View, cursor: int, limit: int, pool: str) -> Page:
+    told = view.compaction
+    found = [told[each.name] for each in _pools(view, pool) if each.name in told]
+    return _cut([msgspec.structs.asdict(each) for each in found], cursor, limit)
 
 
 def usable_runs(core: Core) -> dict[str, float]:
@@ -580,6 +589,7 @@ _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
     "pools": _pool_rows,
     "sessions": _sessions,
     "frag": _frag,
+    "defrag": _defrag,
     "latency": _latency,
     "settings": _settings,
     "config": _config,

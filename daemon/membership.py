@@ -25,7 +25,7 @@ from kvslot.allocator import BadRequest as CoreBadRequest
 from kvslot.allocator import Life, Session
 from kvslot.allocator.extents import cut, join
 from kvslot.api.wire import COMPLETED, PAGE_BYTES, PUSHES, SUBMITTED, WAKE, PeerFault, SessionPage, messages
-from kvslot.api.wire.page import BUSY, EPOCH
+from kvslot.api.wire.page import EPOCH
 
 if TYPE_CHECKING:
     from kvslot.daemon.connection import Connection
@@ -140,6 +140,7 @@ class Member:
         self.roots: dict[int, None] = {}  # namespaces it has opened
         self.frames = 0
         self.posted_errors = 0
+        self._rings_for_fences = self._rings_for_gaps = False
         self.progressed = since  # when its page last changed, or there was nothing to complete
 
     # -- its page ----------------------------------------------------------------------------------------------
@@ -192,11 +193,6 @@ class Member:
         session = self.session
         return not session.life and bool(session.fences or session.moved or session.settling)
 
-    @property
-    def steps(self) -> bool:
-        """Whether a step of it runs, by the word of its page."""
-        return self.page is not None and self.page.words[BUSY] != 0
-
     def pushed(self) -> None:
         """A push has gone to the socket: the page says so, for clients that look there first."""
         if self.page is not None:
@@ -219,10 +215,14 @@ class Member:
                 return False
         return True
 
-    def ask_to_ring(self, wanted: bool) -> None:
-        """Whether the client should write the eventfd after its next step."""
+    def ask_to_ring(self, wanted: bool, *, for_gaps: bool = False) -> None:
+        """Whether the client should write the eventfd after its next step: for fences, or `for_gaps` of its steps."""
+        if for_gaps:
+            self._rings_for_gaps = wanted
+        else:
+            self._rings_for_fences = wanted
         if self.page is not None:
-            self.page.words[WAKE] = int(wanted)
+            self.page.words[WAKE] = int(self._rings_for_fences or self._rings_for_gaps)
 
     # -- its end -----------------------------------------------------------------------------------------------
 

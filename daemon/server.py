@@ -53,6 +53,7 @@ from kvslot.api.wire import (
 )
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.collector import Collector
+from kvslot.daemon.compactor import Compactor
 from kvslot.daemon.config import CHANGEABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
@@ -123,6 +124,7 @@ class Server:
         self._looking = False
         self._drain_deadline = 0.0
         self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
+        self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
         self._uids = {0, os.geteuid(), *settings.control_uids}
         self._gids = set(settings.control_gids)
         self._counts = self.latency.counts
@@ -397,6 +399,7 @@ class Server:
 
     def waits(self, hosted: HostedPool) -> None:
         """Somebody was told LATER: deadlines pass by time alone."""
+        self.compactors[hosted.name].poke()
         for member in hosted.fencing:
             member.ask_to_ring(True)
         self._start_ticking()
@@ -407,18 +410,19 @@ class Server:
         for member in tuple(hosted.fencing):
             group = member.session.group
             if group is None:
-                moved |= self._sync(member, now)
+                moved |= self.sync(member, now)
             else:
                 for other in tuple(group.members):
                     known = hosted.members.get(other.handle)
                     if known is not None:
-                        moved |= self._sync(known, now)
+                        moved |= self.sync(known, now)
             if not member.waits:
                 hosted.fencing.discard(member)
                 member.ask_to_ring(False)
         return moved
 
-    def _sync(self, member: Member, now: float) -> bool:
+    def sync(self, member: Member, now: float) -> bool:
+        """Takes over what a session's page says; true when a step has completed since."""
         try:
             return member.sync(now)
         except PeerFault as fault:
@@ -456,7 +460,8 @@ class Server:
         if not member.take_ring():
             return
         now = time.monotonic()
-        if self._sync(member, now):
+        self.compactors[member.hosted.name].rung()
+        if self.sync(member, now):
             pool = member.hosted.core
             if pool.pushes or pool.admission.busy:
                 self.deliver(member.hosted, now)
@@ -679,7 +684,7 @@ class Server:
         for member in tuple(self.sessions.values()):
             if member.session.life != Life.LIVE:
                 continue
-            self._sync(member, now)
+            self.sync(member, now)
             session = member.session
             if session.completed == session.submitted:
                 member.progressed = now
@@ -696,6 +701,7 @@ class Server:
         for hosted in self.pools.values():
             self.deliver(hosted, now)
             hosted.close_idle_spaces()
+            self.compactors[hosted.name].upkeep(now)
             if hosted.fencing:
                 self._start_ticking()
         self.collector.idle()
@@ -709,10 +715,19 @@ class Server:
         """Serves until stopped; returns the exit code."""
         with self.collector:
             async with asyncio.TaskGroup() as tasks:
-                keeper = tasks.create_task(self._keep())
+                running = [tasks.create_task(self._keep())]
+                running += [tasks.create_task(self._compact(each)) for each in self.compactors.values()]
                 await self.stopped.wait()
-                keeper.cancel()
+                for task in running:
+                    task.cancel()
         return self.exit_code
+
+    async def _compact(self, compactor: Compactor) -> None:
+        try:
+            await compactor.run()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the process must end with it
+            message = f"compaction of pool {compactor.hosted.name!r} failed"
+            self.failed(self.loop, {"message": message, "exception": error})
 
     async def _keep(self) -> None:
         while True:
@@ -803,6 +818,8 @@ class Server:
             os.waitpid(pid, 0)
         self._audits.clear()
         self.hub.close()
+        for compactor in self.compactors.values():
+            compactor.close()
         for hosted in self.pools.values():
             hosted.device.close()
 
@@ -837,6 +854,7 @@ class Server:
         if name == "log_level":
             logs.set_level(value)
         log.info("setting_changed", name=name, value=value)
+        self._settings_changed()
 
     def reload(self, read: Callable[[], config.Settings] | None) -> None:
         """SIGHUP: takes over what may be changed while running, and names what needs a restart."""
@@ -856,7 +874,12 @@ class Server:
         self.settings = msgspec.structs.replace(self.settings, **taken)
         if "log_level" in taken:
             logs.set_level(settings.log_level)
+        self._settings_changed()
         log.info("reloaded", changed=taken, needs_restart=[name for name in changed if name not in taken])
+
+    def _settings_changed(self) -> None:
+        for compactor in self.compactors.values():
+            compactor.poke()
 
     def audit(self, connection: Connection, number: int, hosted: HostedPool, now: float) -> None:
         """Has a forked copy of this process recount a pool as it is at this moment, while we go on serving.
@@ -944,6 +967,10 @@ class _View:
         return self._server.sessions.values()
 
     @property
+    def compaction(self) -> Mapping[str, messages.Compaction]:
+        return {name: each.status() for name, each in self._server.compactors.items()}
+
+    @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]:
         return self._server.latency.rows()
 
@@ -964,7 +991,8 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
     try:
         try:
             config.check_memory([config.pool_sum(each) for each in settings.pools])
-            pools = [_host(each, prefault=settings.prefault) for each in settings.pools]
+            chunk = settings.compaction_chunk_bytes
+            pools = [_host(each, prefault=settings.prefault, chunk_bytes=chunk) for each in settings.pools]
         except (config.ConfigError, NoMemory, OSError) as error:
             log.error("cannot_start", reason=str(error))
             return 2
@@ -1010,10 +1038,14 @@ async def _serve(
     return code
 
 
-def _host(settings: config.PoolSettings, *, prefault: bool) -> HostedPool:
+def _host(settings: config.PoolSettings, *, prefault: bool, chunk_bytes: int) -> HostedPool:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
-    device = MemoryDevice(layout.geometry(pool_config.blocks * pool_config.block_size), name=settings.name)
+    device = MemoryDevice(
+        layout.geometry(pool_config.blocks * pool_config.block_size),
+        name=settings.name,
+        chunk_bytes=chunk_bytes,
+    )
     if prefault:
         _prefault(settings.name, device)
     return HostedPool(settings, layout, pool_config, device)

@@ -16,6 +16,8 @@ from itertools import chain
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import structlog
+
 from kvslot import __version__
 from kvslot import allocator as core
 from kvslot.allocator.extents import join
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from kvslot.daemon.connection import Connection
     from kvslot.daemon.pools import HostedPool
     from kvslot.daemon.server import Server
+
+log = structlog.stdlib.get_logger("kvslot.daemon")
 
 Handler = Callable[["Server", "Connection", Any, float], "messages.Reply | None"]
 
@@ -556,6 +560,27 @@ def evict(server: Server, connection: Connection, m: messages.Evict, now: float)
     return messages.Evicted(m.id, m.tokens - max(left, 0))
 
 
+def defrag(server: Server, connection: Connection, m: messages.Defrag, now: float) -> messages.Reply:
+    """Compaction: on, off, once, or just how it stands."""
+    pools = [server.hosted(m.pool)] if m.pool else list(server.pools.values())
+    if m.action not in messages.ACTIONS:
+        raise BadRequest(f"no action {m.action!r} of Defrag; there are {', '.join(messages.ACTIONS)}")
+    compactors = [server.compactors[each.name] for each in pools]
+    for compactor in compactors:
+        match m.action:
+            case "start":
+                compactor.start()
+            case "stop":
+                compactor.stop()
+            case "once":
+                compactor.once()
+            case _:
+                pass
+    if m.action != "status":
+        log.info("compaction", action=m.action, pools=[each.name for each in pools], pid=connection.peer.pid)
+    return messages.Defragged(m.id, [each.status() for each in compactors])
+
+
 def audit(server: Server, connection: Connection, m: messages.Audit, now: float) -> messages.Reply | None:
     """Recounts a pool, in a copy of the process, and replies when that is done."""
     server.audit(connection, m.id, server.hosted(m.pool), now)
@@ -605,7 +630,7 @@ TABLE: Final[dict[type, Row]] = {
     messages.Batch: Row(Permission.SESSION, batch),
     messages.Inspect: Row(Permission.CONTROL, inspect),
     messages.Evict: Row(Permission.CONTROL, evict),
-    messages.Defrag: Row(Permission.CONTROL, unsupported),
+    messages.Defrag: Row(Permission.CONTROL, defrag),
     messages.Audit: Row(Permission.CONTROL, audit),
     messages.Drain: Row(Permission.CONTROL, drain),
     messages.SetConfig: Row(Permission.CONTROL, set_config),

@@ -34,8 +34,8 @@ Piece = tuple[int, int, int]
 
 MOVES_MAX: Final = 64
 """Under way at a time: some tenths of a millisecond of begin and finish, and as many targets that wait."""
-BATCH_MOVES: Final = 16
-"""Of one copy: what is published together, some fifty microseconds of it."""
+BATCH_MOVES: Final = 8
+"""Of one copy: what is published together, in about a hundred microseconds."""
 
 
 class Outcomes(msgspec.Struct, gc=False):

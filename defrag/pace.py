@@ -66,7 +66,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     run_longest: int = 0  # blocks of the longest free run
     waiting: bool = False  # somebody waits for memory
     scattered: int = 0  # nodes in three or more extents
-    tick: int = 0  # verbs the pool has served: the same as before, and nothing has changed but by moves
+    tick: int = 0  # rises with use of the pool: the same as before, and nothing has changed but by moves
 
     def loose(self, purpose: Purpose) -> int:
         """Free slots that are no use to it as they lie."""
@@ -112,18 +112,18 @@ class Pace:
         self._in_a_row = 0
         self._ticket_until = -math.inf
         self._ticket_rest = 0.0
-        self._once_left: list[Purpose] = []
+        self.once_left: list[Purpose] = []
 
     def begin_once(self) -> None:
         """Goes through every purpose once, to its end, whatever the thresholds and rests say."""
         self.once = True
-        self._once_left = [Purpose.FREE_BLOCKS, Purpose.RUN, Purpose.JOIN]
+        self.once_left = [Purpose.FREE_BLOCKS, Purpose.RUN, Purpose.JOIN]
 
     def reset(self) -> None:
         """Begins afresh: no pass under way, no rest kept."""
         self._free, self._runs, self._join = _Pass(), _Pass(), _Pass()
         self.once = False
-        self._once_left = []
+        self.once_left = []
         self._in_a_row = 0
         self._ticket_until, self._ticket_rest = -math.inf, 0.0
 
@@ -157,11 +157,14 @@ class Pace:
     def _background(self, reading: Reading, now: float, *, look: bool) -> Order | None:
         rules = self.rules
         if self.once:
-            if self._once_left:
+            if self.once_left:
                 self.reason = "asked to go on to rest"
-                return Order(self._once_left[0], rules.run_blocks)
+                return Order(self.once_left[0], rules.run_blocks)
             if not look:
                 self.once = False
+            if rules.mode == "off":
+                self.reason = "switched off"
+                return None
         self.reason = "settled"
         for purpose, each in ((Purpose.FREE_BLOCKS, self._free), (Purpose.RUN, self._runs)):
             if self._starts(reading, purpose, each, now, look=look):
@@ -225,8 +228,8 @@ class Pace:
             self._ticket_until = now + self._ticket_rest
             return
         each = self._pass(order.purpose)
-        if self.once and self._once_left and self._once_left[0] is order.purpose:
-            del self._once_left[0]
+        if self.once and self.once_left and self.once_left[0] is order.purpose:
+            del self.once_left[0]
             self.passes += 1
             return
         if order.purpose is Purpose.JOIN:

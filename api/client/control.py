@@ -54,6 +54,10 @@ class Control:
         """Evicts up to `tokens` cached tokens that nobody holds; how many it were."""
         return self._connection.call(messages.Evict(self._next(), tokens, pool), messages.Evicted).tokens
 
+    def defrag(self, action: str = "status", *, pool: str = "") -> list[messages.Compaction]:
+        """Compaction, pool by pool: "status", "start", "stop" or "once"; how it stands after that."""
+        return self._connection.call(messages.Defrag(self._next(), pool, action), messages.Defragged).pools
+
     def audit(self, *, pool: str = "") -> messages.Audited:
         """Has a pool recounted from nothing: what is wrong, as sentences, and how long it took."""
         return self._connection.call(messages.Audit(self._next(), pool), messages.Audited)

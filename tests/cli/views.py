@@ -97,6 +97,7 @@ class View:
     now: float = 70.0
     drain_left: float | None = None
     settings: Settings = field(default_factory=Settings)
+    compaction: dict[str, messages.Compaction] = field(default_factory=dict)
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
     )

@@ -252,7 +252,6 @@ def test_what_is_not_built_yet_says_so(wire: Wire) -> None:
     """Verbs of a later version are UNSUPPORTED, not a broken connection."""
     wire.hello()
     assert wire.call(SwapOut, 1).code == errors.Unsupported.code
-    assert wire.call(messages.Defrag).code == errors.Unsupported.code
 
 
 def test_wrong_version_pool_layout_and_options_are_refused(daemon: Running) -> None:
@@ -284,6 +283,11 @@ def test_control_verbs(daemon: Running, wire: Wire) -> None:
     assert isinstance(wire.call(Evict, 100), Evicted)
     assert wire.call(Inspect, "nonsense").code in (errors.NotFound.code, errors.BadRequest.code)
     assert isinstance(wire.call(messages.SetConfig, "stall_seconds", "7.5"), Done)
+    answer = wire.call(messages.Defrag)
+    assert isinstance(answer, messages.Defragged)
+    assert [each.pool for each in answer.pools] == ["default"]
+    assert wire.call(messages.Defrag, "", "sideways").code == errors.BadRequest.code
+    assert wire.call(messages.Defrag, "nowhere").code == errors.NotFound.code
     assert wire.call(messages.SetConfig, "stall_seconds", "-7").code == errors.BadRequest.code
     assert wire.call(messages.SetConfig, "socket", "/elsewhere").code == errors.BadRequest.code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from kvslot.defrag import Purpose
 from kvslot.defrag.pace import JOIN_SECONDS, REST_LAST, TICKETS_IN_A_ROW, Order, Pace, Reading, Rules, pause
@@ -10,7 +11,7 @@ from kvslot.defrag.pace import JOIN_SECONDS, REST_LAST, TICKETS_IN_A_ROW, Order,
 USABLE = 16_000
 
 
-def seen(blocks: float = 1.0, runs: float = 1.0, free: int = 4000, **more: int | bool) -> Reading:
+def seen(blocks: float = 1.0, runs: float = 1.0, free: int = 4000, **more: Any) -> Reading:
     """A pool of which these shares of the free memory are in whole blocks and in runs."""
     return Reading(
         usable=USABLE,
