@@ -9,7 +9,8 @@
         plane 2 | ....ssss........tttt...  /
 
 A row costs more than its bytes: the first lines of each come from memory with nothing to hide behind.  `ROW_BYTES` is
-what that is worth (4 KiB rows were measured at 0.45 of the speed of one long row, rows of 16 KiB at 0.66), so that cuts of equal weight take about the same time whatever their rows.
+what that is worth (4 KiB rows were measured at 0.45 of the speed of one long row, rows of 16 KiB at 0.66), so that cuts
+of equal weight take about the same time whatever their rows.
 """
 
 from __future__ import annotations

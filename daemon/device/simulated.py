@@ -103,7 +103,7 @@ class SimulatedDevice:
         self._low: set[int] = set()  # streams behind the gate
         self._gate: _Gate | None = None
         self._parts = groups(geometry)
-        self._counts = dict.fromkeys(
+        self._counts: dict[str, int] = dict.fromkeys(
             ("allowances", "pauses", "watched", "spent", "chunks", "copied_bytes", "failures"), 0
         )
         self._failure_last = ""
