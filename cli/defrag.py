@@ -30,8 +30,8 @@ Moves, by what became of them (names as in --json):
   over_budget        the time for it was over before it began
   failed             the device could not copy it
 
-Free memory: unpacked_pct of it is not in whole free blocks, unusable_pct not in runs of compaction_run_blocks. Both count
-what cannot be had by moves, too: whoever reads data that may not be moved keeps its place."""
+Free memory: unpacked_pct of it is not in whole free blocks, unusable_pct not in runs of compaction_run_blocks. Both
+count what cannot be had by moves, too: who reads data that may not be moved keeps its place."""
 
 EXAMPLES: Final = """\
   kvslotctl defrag status

@@ -483,7 +483,8 @@ def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.i
 #     cursor = stage << 56 | place      stage 0  nodes        place: the next node's number
 #                                             1  sequences    the last handle listed
 #                                             2  fences       position of the session << 24 | of its fence
-#                                             3  others       padding, moves, the window: stretch of the window
+#                                             3  others       padding, moves (new places not filled, old ones still
+                                                            read), the window: stretch of the window
 
 _STAGES: Final = 4
 _STAGE_SHIFT: Final = 56
@@ -575,7 +576,9 @@ def _map_fences(core: Core, place: int, limit: int, found: dict[str, list[int]])
 def _map_others(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
     if not place:
         found["padding"] = [0, core.padding]
-        found["moving"] = [slot for move in core.moves.tickets.values() for slot in move.target]
+        moves = core.moves
+        found["moving"] = [slot for move in moves.tickets.values() for slot in move.target]
+        found["moving"] += [slot for each in moves.retired.values() for slot in each.extents]
     window = core.admission.window
     if window is None:
         return 0
