@@ -483,8 +483,7 @@ def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.i
 #     cursor = stage << 56 | place      stage 0  nodes        place: the next node's number
 #                                             1  sequences    the last handle listed
 #                                             2  fences       position of the session << 24 | of its fence
-#                                             3  others       padding, moves (new places not filled, old ones still
-                                                            read), the window: stretch of the window
+#                                             3  others       padding, moves, the window: stretch of the window
 
 _STAGES: Final = 4
 _STAGE_SHIFT: Final = 56
