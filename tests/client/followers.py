@@ -286,7 +286,7 @@ def shuffled(seed: int, first: str = "", code: int | None = 0, **settings: Any) 
     running = importlib.import_module("tests.tools.daemon").running
     first += f"\nimport runpy; runpy.run_path({str(SHUFFLER)!r})['install']({seed})"
     pools = [{"blocks": 64, "preempt_deadline_ms": 20, "reclaim_patience_ms": 5, **settings}]
-    with running(pools=pools, first=first, code=code) as daemon:
+    with running(pools=pools, first=first, code=code, compaction="off") as daemon:
         yield daemon
 
 
