@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 AHEAD = 3  # steps under way at the most
 BUSIEST = 8  # sequences of one engine
-SHUFFLER = Path(__file__).with_name("shuffler.py")
+INSTALL = f"import runpy; runpy.run_path({str(Path(__file__).with_name('shuffler.py'))!r})['install']"
 
 
 def marks(tokens: list[int]) -> NDArray[np.float32]:
@@ -279,14 +279,32 @@ class Follower:
 
 
 @contextmanager
-def shuffled(seed: int, first: str = "", code: int | None = 0, **settings: Any) -> Iterator[Running]:
+def shuffled(seed: int, first: str = "", code: int | None = 0) -> Iterator[Running]:
     """A small pool in a real daemon that moves whatever can be moved, all the time; `first` is run in it before."""
+    with _daemon(f"{first}\n{INSTALL}({seed})", code, compaction="off") as daemon:
+        yield daemon
+
+
+@contextmanager
+def compacted(seed: int, mode: str = "forced") -> Iterator[Running]:
+    """The same with the daemon's own compactor, at any time, as long as there is anything to gain."""
+    settings = {
+        "compaction_start": 0.01,
+        "compaction_stop": 0.0,
+        "compaction_duty": 1.0,
+        "compaction_run_blocks": 8,
+    }
+    with _daemon(f"{INSTALL}({seed}, moves=0)", 0, compaction=mode, **settings) as daemon:
+        yield daemon
+
+
+@contextmanager
+def _daemon(first: str, code: int | None, **settings: Any) -> Iterator[Running]:
     import importlib
 
     running = importlib.import_module("tests.tools.daemon").running
-    first += f"\nimport runpy; runpy.run_path({str(SHUFFLER)!r})['install']({seed})"
-    pools = [{"blocks": 64, "preempt_deadline_ms": 20, "reclaim_patience_ms": 5, **settings}]
-    with running(pools=pools, first=first, code=code, compaction="off") as daemon:
+    pools = [{"blocks": 64, "preempt_deadline_ms": 20, "reclaim_patience_ms": 5}]
+    with running(pools=pools, first=first, code=code, **settings) as daemon:
         yield daemon
 
 
@@ -320,11 +338,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--start", type=int, default=1_000)
     parser.add_argument("--turns", type=int, default=2_000)
+    parser.add_argument(
+        "--compaction", choices=("idle", "forced"), help="the daemon's own, instead of the shuffler"
+    )
     options = parser.parse_args(arguments)
     seed, until = options.start, time.monotonic() + 60 * options.minutes
     total: dict[str, int] = {}
     while time.monotonic() < until:
-        with shuffled(seed) as daemon:
+        there = compacted(seed, options.compaction) if options.compaction else shuffled(seed)
+        with there as daemon:
             for what, count in live(str(daemon.socket), seed, options.turns).items():
                 total[what] = total.get(what, 0) + count
         seed += 1

@@ -23,9 +23,10 @@ MOVES = 24  # under way at a time
 class Shuffler:
     """One pool's moves."""
 
-    def __init__(self, server: Any, hosted: Any, seed: int) -> None:
+    def __init__(self, server: Any, hosted: Any, seed: int, most: int) -> None:
         self.server = server
         self.hosted = hosted
+        self.most = most
         self.rng = random.Random(seed)
         self.under_way: list[tuple[Any, bool]] = []  # a move, and whether its bytes are there
         description = hosted.description
@@ -49,7 +50,7 @@ class Shuffler:
                 copied = True
             pool.finish_move(move.handle, copied)
             self.server.deliver(self.hosted, time.monotonic())
-        while len(moves) < MOVES and rng.random() < 0.9:
+        while len(moves) < self.most and rng.random() < 0.9:
             nodes = [node for node in pool.tree.live() if pool.tree.length[node] and pool.tree.parent[node]]
             if not nodes:
                 break
@@ -83,8 +84,8 @@ class Shuffler:
             plane[targets] = plane[sources]
 
 
-def install(seed: int) -> None:
-    """Has every server of this process shuffle its pools."""
+def install(seed: int, *, moves: int = MOVES) -> None:
+    """Has every server of this process shuffle its pools, with so many moves at a time (0: it spoils what is free)."""
     from kvslot.daemon.server import Server
 
     after = Server.after
@@ -94,7 +95,7 @@ def install(seed: int) -> None:
     def everywhere(server: Any) -> None:
         for name, hosted in server.pools.items():
             if name not in shufflers:
-                shufflers[name] = Shuffler(server, hosted, seed)
+                shufflers[name] = Shuffler(server, hosted, seed, moves)
             shufflers[name].act()
 
     def between(server: Any) -> None:
