@@ -109,7 +109,8 @@ class Follower:
             assert each.sequence.length == length
             values = marks(each.tokens)
             slots = indices.slot_indices(each.sequence)
-            assert len(set(slots.tolist())) == length
+            if len(set(slots.tolist())) < length:
+                raise Misread(f"sequence {each.sequence.id} has a slot twice: epoch {self.client.epoch}")
             flight.writes.append((slots[each.computed :], values[each.computed :]))
             flight.reads.append((slots, values))
             flight.grown.append((each, length))
