@@ -1,19 +1,22 @@
-"""The plain planner: whole nodes of the emptiest block go to the best-fitting free runs, again and again.
+"""The plain planner: the nodes of the emptiest block go, whole, to the best-fitting free runs, again and again.
 
-What is commonly done, and the measure for the planner that does better: it moves a node of many blocks for the sake of
-one, and some nodes twice, since a target may be the next to be emptied.  Looks at the whole pool in every call.
+What is commonly done, and the measure for the planner that does better.  It moves a node of many blocks for the sake of
+one, and some nodes twice, since the block that they go to may be the next to be emptied.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from kvslot.defrag.index import Index
 from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
 
 if TYPE_CHECKING:
     from kvslot.allocator.pool import Pool
+
+EACH = 64  # runs looked at for one that takes up no wholly free block
+BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
 
 
 class Greedy:
@@ -21,13 +24,16 @@ class Greedy:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        self.index = Index(pool)
+        self._taken: set[int] = set()  # runs that something is planned to go to in this plan
 
-    def feed(self, budget: int = 0) -> bool:
-        """Nothing to be fed: False."""
-        return False
+    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
+        """Takes note of what has changed, `budget` changes at the most; True: there are more."""
+        return self.index.feed(budget, now)
 
     def close(self) -> None:
-        """Nothing to be undone."""
+        """Ends the listening to the pool."""
+        self.index.close()
 
     def plan(
         self,
@@ -39,118 +45,72 @@ class Greedy:
     ) -> Plan:
         """Moves of at most `budget` tokens together."""
         plan = Plan(purpose, [])
-        pool = self.pool
-        if purpose is not Purpose.FREE_BLOCKS or pool.unit > 1:
+        if purpose is not Purpose.FREE_BLOCKS or self.pool.unit > 1:
             return plan
-        tree, size = pool.tree, pool.block_size
-        used = np.zeros(pool.config.blocks, dtype=np.int64)
-        inside: dict[int, list[int]] = {}
-        for node in tree.live():
-            if not tree.length[node]:
-                continue
-            extents = tree.extents(node)
-            for i in range(0, len(extents), 2):
-                slot, end = extents[i], extents[i] + extents[i + 1]
-                first, last = slot // size, (end - 1) // size
-                used[first + 1 : last] = size
-                used[first] += min(end, (first + 1) * size) - slot
-                if last > first:
-                    used[last] += end - last * size
-                for block in (first, last) if last > first else (first,):
-                    inside.setdefault(block, []).append(node)
-        free = _Holes(pool.runs.length_at)
-        moved: set[int] = set()
-        order = sorted((int(used[block]), block) for block in inside if used[block] < size)
-        for fill, block in order:
-            nodes = set(inside[block])
-            if nodes & moved or not self._movable(block, fill, nodes):
-                continue
-            begun = len(plan.moves)
-            cost = plan.cost
-            for node in sorted(nodes, key=lambda node: -tree.length[node]):
-                length = tree.length[node]
-                target = free.take(length, block * size, (block + 1) * size, size)
-                if target < 0 or cost + length > budget:
-                    break
-                cost += length
-                plan.moves.append(PlannedMove(node, 0, length, tree.extents(node), [target, length]))
-            else:
-                moved |= nodes
-                plan.cost = cost
-                plan.gain += size
-                continue
-            for move in plan.moves[begun:]:
-                free.give(move.target[0], move.length)
-            del plan.moves[begun:]
-            if cost + length > budget:
+        fills, parked = self.index.fills, self.index.levels
+        self._taken.clear()
+        moving: set[int] = set()
+        while sources := fills.occupied & ((1 << parked) - 1):
+            block = fills.first((sources & -sources).bit_length() - 1)
+            self.index.park(block, now + BACK_OFF)
+            moves = self._empty(block, moving)
+            if moves:
+                plan.moves += moves
+                plan.cost += sum(move.length for move in moves)
+                plan.gain += self.index.size
                 plan.settled = False
-                break
-        if plan.moves:
-            plan.settled = False
+                moving |= {move.node for move in moves}
+                if plan.cost >= budget:
+                    break
         return plan
 
-    def _movable(self, block: int, fill: int, nodes: set[int]) -> bool:
-        """Whether all that stands in a block is cached and may be moved, and all else of it is free."""
-        pool = self.pool
-        size, runs = pool.block_size, pool.runs
-        low, high = block * size, (block + 1) * size
-        if low < pool.padding:
-            return False
+    def _empty(self, block: int, moving: set[int]) -> list[PlannedMove]:
+        pool, index = self.pool, self.index
+        size = index.size
+        nodes = {index.entry_node[entry] for entry in index.entries(block)}
+        if nodes & moving or index.used[block] + index.gaps(block)[1] != size:
+            return []
         for node in nodes:
-            if pool.tree.holds[node] and pool.moves.readers(node) is None:
-                return False
-            if pool.tree.flags[node]:
-                return False
-        slot = low
-        free = 0
-        while slot < high:
-            n = runs.length_at.get(slot, 0)
-            free += min(n, high - slot)
-            slot += n or 1
-        if runs.length_at.get(low, 0) == 0:
-            for end in range(low + 1, high + 1):
-                start = runs.start_at.get(end, low)
-                if start < low:
-                    free += end - low
-                    break
-                if start > low or end in runs.length_at:
-                    break
-        return free + fill == size
+            if pool.tree.flags[node] or (pool.tree.holds[node] and pool.moves.readers(node) is None):
+                return []
+        moves: list[PlannedMove] = []
+        taken: list[int] = []
+        for node in sorted(nodes, key=lambda node: -pool.tree.length[node]):
+            length = pool.tree.length[node]
+            run = self._fit(length, block * size, (block + 1) * size)
+            if run < 0:
+                self._taken.difference_update(taken)
+                return []
+            self._taken.add(run)
+            taken.append(run)
+            moves.append(PlannedMove(node, 0, length, pool.tree.extents(node), [run, length]))
+        return moves
 
-
-class _Holes:
-    """The free runs by length: best fit, without the wholly free blocks of none."""
-
-    def __init__(self, length_at: dict[int, int]) -> None:
-        self.by_length: dict[int, list[int]] = {}
-        for start, length in length_at.items():
-            self.by_length.setdefault(length, []).append(start)
-        self.lengths = sorted(self.by_length)
-
-    def take(self, n: int, low: int, high: int, size: int) -> int:
-        """The front of the shortest run of `n` slots that uses up no wholly free block and is not in [low, high)."""
-        from bisect import bisect_left
-
-        for length in self.lengths[bisect_left(self.lengths, n) :]:
-            starts = self.by_length[length]
-            for i in range(len(starts) - 1, max(len(starts) - 9, -1), -1):
-                start = starts[i]
-                if start < high and start + length > low:
+    def _fit(self, n: int, low: int, high: int) -> int:
+        """The shortest run of `n` slots, among a few, whose front takes up no wholly free block, out of [low, high)."""
+        runs, size = self.pool.runs, self.index.size
+        cells = n // runs.cell - 1
+        c = n if n < runs.holes else 0
+        if not c:
+            c = runs.class_of(0, max(cells, 1) * runs.cell)
+        occupied = runs.occupied >> c
+        looks = EACH
+        while occupied and looks > 0:
+            skip = (occupied & -occupied).bit_length() - 1
+            c += skip
+            occupied >>= skip + 1
+            best = -1
+            for start in islice(reversed(runs.classes[c]), EACH):
+                looks -= 1
+                length = runs.length_at[start]
+                if length < n or start in self._taken or (start < high and start + length > low):
                     continue
                 whole = start + -start % size
                 if whole + size <= start + length and start + n > whole:
                     continue
-                del starts[i]
-                if length > n:
-                    self.give(start + n, length - n)
-                return start
+                if best < 0 or length < runs.length_at[best]:
+                    best = start
+            if best >= 0:
+                return best
+            c += 1
         return -1
-
-    def give(self, start: int, length: int) -> None:
-        """Slots are free again; they do not coalesce before the next call."""
-        from bisect import insort
-
-        if length not in self.by_length:
-            self.by_length[length] = []
-            insort(self.lengths, length)
-        self.by_length[length].append(start)

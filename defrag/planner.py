@@ -1,4 +1,21 @@
-"""Where moves buy something."""
+"""Where moves buy something: blocks given back, runs, and nodes in one piece.
+
+free_blocks.  Blocks are emptied, the emptiest first, into the holes of fuller ones.  Where the two meet is known
+beforehand from how many blocks there are of each fill:
+
+    blocks   |.|.|.|:|:|||||||        by fill; `level` is the one up to which what is used fits the free slots above it
+             sources ^ targets
+
+so nothing is moved into a block that is emptied next.  Every move goes to a block that is at least as full, so the sum
+of the squares of all fills only rises and there is no way back.  A block is emptied altogether or not at all: all of it
+must be cached and movable or free.  Of an extent that reaches over the block's edge only the part inside goes, as long
+as the node stays in few extents (`extents_most`).  Pieces take the hole that fits exactly, else best; one that is long
+enough may be cut once and fill a hole up.
+
+    cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots.  cost <= COST_MOST * gain
+
+What was looked at in vain waits until it changes or BACK_OFF has passed, so a settled pool is asked nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +24,26 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvslot.allocator.errors import OutOfTurn
-from kvslot.defrag.greedy import Greedy
-from kvslot.defrag.view import RUN_BLOCKS, Plan, Purpose
+from kvslot.defrag.index import Index, hole_class
+from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvslot.allocator.pool import Pool
+
+EXTENT_COST = 1  # tokens that one extent more is held to be worth
+COST_MOST = 0.9  # of the slots given back: what may be paid for them
+PART = 64  # of a block: the shortest part that a piece is cut into, 2 tokens at the least
+EACH = 8  # ... and of those whose longest holes are about equal
+LOOKS = 96  # blocks looked at for one hole
+BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
+VAIN = 32  # sources looked at in vain, one after the other, from which a plan ends
+
+
+def extents_most(length: int) -> int:
+    """The extents that a node of `length` tokens may come to stand in by moves."""
+    return 2 + length // 256
 
 
 class Plans(Protocol):
@@ -21,7 +51,7 @@ class Plans(Protocol):
 
     pool: Pool
 
-    def feed(self, budget: int = 0) -> bool:
+    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
         ...
 
@@ -41,16 +71,33 @@ class Plans(Protocol):
         ...
 
 
+class _Piece(msgspec.Struct, gc=False):
+    """Part of an extent that is to go: tokens [at, at + length) of `node`, which stand from `slot` on."""
+
+    node: int
+    at: int
+    slot: int
+    length: int
+    cuts: int  # extents that the node has more without it
+    may_be_cut: bool
+
+
 class Planner:
-    """Plans for one pool."""
+    """Plans for one pool, which it listens to until it is closed.  One planner a pool at a time."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._greedy = Greedy(pool)
+        self.index = Index(pool)
+        self._page = 1
+        self._part = max(2, pool.block_size // PART)
 
-    def feed(self, budget: int = 512) -> bool:
+    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
-        return False
+        return self.index.feed(budget, now)
+
+    def close(self) -> None:
+        """Ends the listening to the pool."""
+        self.index.close()
 
     def plan(
         self,
@@ -64,11 +111,284 @@ class Planner:
 
         `blocks`: the length of the run wanted, for the purpose `run` only.  Changes nothing of the pool.
         """
-        return self._greedy.plan(budget, purpose, now, blocks=blocks)
+        self._page = max((session.page for session in self.pool.sessions.values()), default=1)
+        if purpose is Purpose.FREE_BLOCKS:
+            return self._free_blocks(budget, now)
+        return Plan(purpose, [])
 
-    def close(self) -> None:
-        """Ends the listening to the pool."""
-        self.pool.tree.log = None
+    # -- free_blocks -------------------------------------------------------------------------------------------
+
+    def _level(self) -> int:
+        """The fill up to which blocks are emptied: what they hold fits into what is free in fuller ones."""
+        index = self.index
+        levels, size, count = index.levels, index.size, index.fills.count
+        room = index.parked_free
+        for level in range(levels):
+            room += count[level] * (size - level * size // levels)
+        used = 0
+        for level in range(levels):
+            each = level * size // levels
+            room -= count[level] * (size - each)
+            used += count[level] * each
+            if used >= room:
+                return level
+        return levels - 1
+
+    def _free_blocks(self, budget: int, now: float) -> Plan:
+        plan = Plan(Purpose.FREE_BLOCKS, [])
+        index = self.index
+        if self.pool.unit > 1:
+            return plan
+        fills = index.fills
+        most = self._level()
+        vain = 0
+        sources = fills.occupied & ((2 << most) - 1)
+        while sources:
+            level = (sources & -sources).bit_length() - 1
+            block = fills.first(level)
+            before = plan.cost
+            gain = self._empty(block, budget - plan.cost, plan)
+            if gain < 0:  # it would go beyond the budget
+                plan.settled = False
+                break
+            index.park(block, now + BACK_OFF)
+            if gain:
+                plan.gain += gain
+                vain = 0
+                if plan.cost >= budget:
+                    plan.settled = False
+                    break
+            else:
+                assert plan.cost == before
+                vain += 1
+                if vain >= VAIN:
+                    plan.settled = False
+                    break
+            sources = fills.occupied & ((2 << most) - 1)
+        for move in plan.moves:
+            for i in range(0, len(move.target), 2):
+                for block in {
+                    move.target[i] // index.size,
+                    (move.target[i] + move.target[i + 1] - 1) // index.size,
+                }:
+                    if block in index.remaining:
+                        index.park(block, now + BACK_OFF)
+        return plan
+
+    def _empty(self, block: int, budget: int, plan: Plan) -> int:
+        """Plans to empty a block; returns the slots gained, 0 where that cannot be, -1 where it costs too much now."""
+        index = self.index
+        size = index.size
+        low = block * size
+        high = low + size
+        pieces: list[_Piece] = []
+        cost = 0
+        for slot, end, entry in index.spans(block):
+            node = index.entry_node[entry]
+            piece = self._piece(node, max(slot, low), min(end, high), slot, end)
+            if piece is None:
+                return 0
+            pieces.append(piece)
+            cost += piece.length + EXTENT_COST * piece.cuts
+        if cost > COST_MOST * size:
+            return 0
+        used = index.used[block]
+        if index.gaps(block)[1] + used != size:
+            return 0
+        tokens = sum(piece.length for piece in pieces)
+        if tokens > budget:
+            return -1
+        if len(pieces) > 1:
+            pieces.sort(key=_by_length)
+        undo: dict[int, list[tuple[int, int]] | None] = {}
+        moves: list[PlannedMove] = []
+        index.emptied.add(block)
+        for piece in pieces:
+            target = self._place(piece, used, undo)
+            if not target:
+                self._undo(undo)
+                index.emptied.discard(block)
+                return 0
+            source = [piece.slot, piece.length]
+            moves.append(PlannedMove(piece.node, piece.at, piece.length, source, target))
+        index.holes.drop(block)
+        plan.moves += moves
+        plan.cost += tokens
+        return size
+
+    def _piece(self, node: int, slot: int, end: int, first: int, stop: int) -> _Piece | None:
+        """What is to go of the extent [first, stop) of `node` so that [slot, end) of it goes; None if it may not."""
+        pool = self.pool
+        tree = pool.tree
+        if tree.flags[node] or (tree.holds[node] and pool.moves.readers(node) is None):
+            return None
+        extents = tree.extents(node)
+        cuts = (slot > first) + (end < stop)
+        spare = extents_most(tree.length[node]) - (len(extents) >> 1) - cuts
+        if cuts and spare < 0:
+            slot, end, spare, cuts = first, stop, spare + cuts, 0
+        at = 0
+        for i in range(0, len(extents), 2):
+            if extents[i] == first:
+                return _Piece(node, at + slot - first, slot, end - slot, cuts, spare > 0)
+            at += extents[i + 1]
+        return None  # the index has not heard of a change yet
+
+    def _place(self, piece: _Piece, used: int, undo: dict[int, list[tuple[int, int]] | None]) -> list[int]:
+        """Slots for a piece in blocks at least `used` full, as flat extents; [] when there are none."""
+        n = piece.length
+        hole = self._find(n, used)
+        if hole is not None:
+            return [self._take(*hole, n, undo), n]
+        part = self._part
+        if n < 2 * part or not piece.may_be_cut:
+            return []
+        hole = self._longest(n - part, used)
+        if hole is None or hole[1] < part:
+            return []
+        most = min(hole[1], n - part)
+        first = self._take(*hole, most, undo)
+        hole = self._find(n - most, used)
+        if hole is None:
+            return []
+        return [first, most, self._take(*hole, n - most, undo), n - most]
+
+    def _longest(self, most: int, used: int) -> tuple[int, int] | None:
+        """About the longest hole of at most `most` slots, or the part of one, among a few."""
+        index = self.index
+        holes = index.holes
+        after, members = holes.after, holes.members
+        looks = LOOKS
+        occupied = holes.occupied & ((2 << hole_class(most)) - 1)
+        while occupied and looks > 0:
+            c = occupied.bit_length() - 1
+            occupied ^= 1 << c
+            block = after[members + c]
+            best: tuple[int, int] | None = None
+            for _ in range(min(holes.count[c], EACH)):
+                following = after[block]
+                looks -= 1
+                hit = False
+                for hole in self._within(block, used):
+                    if hole[1] <= most and (best is None or hole[1] > best[1]):
+                        best, hit = hole, True
+                if not hit:
+                    holes.put(block, c)
+                elif best is not None and hole_class(best[1]) >= c:
+                    return best
+                block = following
+            if best is not None:
+                return best
+        return None
+
+    def _find(self, n: int, used: int) -> tuple[int, int] | None:
+        """The hole (slot, length) that fits `n` tokens best, among a few."""
+        index = self.index
+        holes = index.holes
+        after, members = holes.after, holes.members
+        looks = LOOKS
+        c = hole_class(n)
+        occupied = holes.occupied >> c
+        while occupied and looks > 0:
+            skip = (occupied & -occupied).bit_length() - 1
+            c += skip
+            occupied >>= skip + 1
+            block = after[members + c]
+            best: tuple[int, int] | None = None
+            best_left = 1 << 30
+            for _ in range(min(holes.count[c], EACH)):
+                following = after[block]
+                looks -= 1
+                hit = False
+                for hole in self._within(block, used):
+                    left = hole[1] - n
+                    if 0 <= left < best_left:
+                        best, best_left = hole, left
+                        hit = True
+                if not best_left:
+                    return best
+                if not hit:
+                    holes.put(block, c)  # at the end: the next search looks at others first
+                block = following
+            if best is not None:
+                return best
+            c += 1
+        return None
+
+    def _within(self, block: int, used: int) -> list[tuple[int, int]]:
+        """The holes of a target block, with what of them lies in the next block on either side if that is one too."""
+        if not self._is_target(block, used):
+            return []
+        index = self.index
+        size = index.size
+        low = block * size
+        high = low + size
+        found = index.left(block)
+        if not found:
+            return found
+        slot, n = found[-1]
+        if slot + n == high and self._is_target(block + 1, used):
+            beside = index.left(block + 1)
+            if beside and beside[0][0] == high:
+                found = [*found[:-1], (slot, n + beside[0][1])]
+        slot, n = found[0]
+        if slot == low and self._is_target(block - 1, used):
+            beside = index.left(block - 1)
+            if beside and sum(beside[-1]) == low:
+                found = [(beside[-1][0], n + beside[-1][1]), *found[1:]]
+        return found
+
+    def _is_target(self, block: int, used: int) -> bool:
+        index = self.index
+        count = index.used[block] if block < len(index.used) else 0
+        return used <= count < index.size and block not in index.emptied
+
+    def _take(self, slot: int, length: int, n: int, undo: dict[int, list[tuple[int, int]] | None]) -> int:
+        """Plans `n` slots of a hole, or of the part [slot, slot + length) of one; returns the first of them.
+
+        They lie beside what the target block holds, not beside an edge behind which a block is being emptied: what
+        comes free there would make the hole longer than the move was told.
+        """
+        index = self.index
+        size = index.size
+        start = slot if slot % size else slot + length - n
+        stop = start + n
+        for block in range(start // size, (stop - 1) // size + 1):
+            if block not in undo:
+                undo[block] = index.remaining.get(block)
+            rest: list[tuple[int, int]] = []
+            for each, many in index.left(block):
+                end = each + many
+                if each < stop and start < end:
+                    if start > each:
+                        rest.append((each, start - each))
+                    if stop < end:
+                        rest.append((stop, end - stop))
+                else:
+                    rest.append((each, many))
+            index.remaining[block] = rest
+            self._file(block, rest)
+        return start
+
+    def _file(self, block: int, holes: list[tuple[int, int]]) -> None:
+        if holes:
+            self.index.holes.put(block, hole_class(max(n for _, n in holes)))
+        else:
+            self.index.holes.drop(block)
+
+    def _undo(self, undo: dict[int, list[tuple[int, int]] | None]) -> None:
+        index = self.index
+        for block, holes in undo.items():
+            if holes is None:
+                del index.remaining[block]
+                holes = index.left(block)
+            else:
+                index.remaining[block] = holes
+            self._file(block, holes)
+
+
+def _by_length(piece: _Piece) -> int:
+    return -piece.length
 
 
 class Rest(msgspec.Struct, gc=False):
@@ -100,8 +420,9 @@ def rest(
     while pool.tidy():
         pass
     for purpose in purposes:
+        stuck = 0
         while done.plans < plans:
-            while mine.feed(1 << 16):
+            while mine.feed(1 << 16, now):
                 pass
             plan = mine.plan(budget, purpose, now, blocks=blocks)
             done.plans += 1
@@ -119,7 +440,8 @@ def rest(
                     done.moved_tokens += move.length
                 else:
                     done.refused += 1
-            if not moved and (plan.settled or not plan.moves):
+            stuck = 0 if moved else stuck + 1
+            if stuck and (plan.settled or stuck > VAIN):
                 break
     if planner is None:
         mine.close()

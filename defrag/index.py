@@ -1,0 +1,469 @@
+"""Who lives in which block: kept up to date from what has changed, for whoever asks where moves buy something.
+
+    block      |..aa|aaaa|aabb|....|ccc.|
+    first        a    -a   a    0    c         the head of the list of the extents that begin or end in the block;
+                                               negative: the one that covers it all
+    used         2    4    4    0    3         slots of it that are cached
+
+An extent stands in two lists at most, of the block it begins in and of the one it ends in, so a node of 10,000 tokens
+costs as much as one of ten (and a slice of two flat arrays).  Entries remember what was last seen of a node, so that a
+number that has been given out again takes away exactly what its former life had brought.
+
+Blocks that are neither full nor empty stand in two families of rings (circular lists in flat arrays):
+
+    fills    by how full they are: the emptiest are found in O(1); those looked at in vain wait in a ring of their own
+             until they change or some time has passed
+    holes    by the longest free stretch that takes up no wholly free block; it may reach over an edge into the next
+
+Leases and running sequences come and go without a change of the tree, so none of this is believed: what is found here
+is looked at once more, in the pool, before a move is planned.  A block costs about 30 bytes, an extent 24.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvslot.allocator.pool import Pool
+
+GROUP = 32  # blocks of a group: groups are told to be looked at again as a whole
+LEVELS = 64  # of fill; a block of fewer slots has one for each
+EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
+HOLE_CLASSES = EXACT + 8 * 10 + 1
+
+
+def hole_class(n: int) -> int:
+    """The class of a hole of `n` slots."""
+    if n < EXACT:
+        return n
+    e = n.bit_length()
+    return EXACT + ((e - 7) << 3) + ((n >> (e - 4)) & 7)
+
+
+class Rings:
+    """Members 0..n-1, each in one of a few circular lists or in none."""
+
+    __slots__ = ("after", "before", "count", "members", "occupied", "ring_of")
+
+    def __init__(self, members: int, rings: int) -> None:
+        self.members = members
+        # Ring r begins and ends at the mark members + r.
+        self.after = array("i", range(members + rings))
+        self.before = array("i", range(members + rings))
+        self.ring_of = array("h", b"\xff\xff" * members)
+        self.count = [0] * rings
+        self.occupied = 0  # bit r is set when ring r has a member
+
+    def put(self, member: int, ring: int) -> None:
+        """At the end of `ring`, out of the one it was in."""
+        if self.ring_of[member] >= 0:
+            self.drop(member)
+        after, before = self.after, self.before
+        mark = self.members + ring
+        last = before[mark]
+        after[last] = member
+        before[member] = last
+        after[member] = mark
+        before[mark] = member
+        self.ring_of[member] = ring
+        if not self.count[ring]:
+            self.occupied |= 1 << ring
+        self.count[ring] += 1
+
+    def drop(self, member: int) -> None:
+        """Out of the ring it is in, if any."""
+        ring = self.ring_of[member]
+        if ring < 0:
+            return
+        after, before = self.after, self.before
+        left, right = before[member], after[member]
+        after[left] = right
+        before[right] = left
+        self.ring_of[member] = -1
+        self.count[ring] -= 1
+        if not self.count[ring]:
+            self.occupied ^= 1 << ring
+
+    def first(self, ring: int) -> int:
+        """The member that has been longest in `ring`, or -1."""
+        member = self.after[self.members + ring]
+        return member if member < self.members else -1
+
+
+class Index:
+    """The blocks of one pool.  `feed` first fills it, then follows the changes; nothing else changes it but `park`."""
+
+    __slots__ = (
+        "_at",
+        "_build",
+        "_dirty",
+        "_entries_free",
+        "_first_view",
+        "_is_dirty",
+        "_log",
+        "_node_entry",
+        "_origin",
+        "_parked_free",
+        "_until",
+        "_used_view",
+        "emptied",
+        "entry_length",
+        "entry_more",
+        "entry_next",
+        "entry_node",
+        "entry_slot",
+        "entry_tail",
+        "fills",
+        "first",
+        "groups_changed",
+        "holes",
+        "levels",
+        "parked_free",
+        "pool",
+        "remaining",
+        "size",
+        "used",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.size = pool.block_size
+        blocks = pool.config.blocks
+        self.used = array("i", bytes(4 * blocks))
+        self.first = array("i", bytes(4 * blocks))
+        self._used_view = np.frombuffer(self.used, dtype=np.int32)
+        self._first_view = np.frombuffer(self.first, dtype=np.int32)
+        self.levels = min(self.size, LEVELS)
+        self.fills = Rings(blocks, self.levels + 1)  # the last ring: those looked at in vain
+        self.holes = Rings(blocks, HOLE_CLASSES)
+        self.parked_free = 0  # free slots of the blocks looked at in vain
+        self._parked_free = array("H", bytes(2 * blocks))  # of each, when it was parked
+        self._until = array("f", bytes(4 * blocks))
+        self._origin: float | None = None
+        # Entries, from 1 on: an extent of a node.  `next` goes on in the list of the block it begins in, `tail` in that
+        # of the block it ends in if that is another, `more` to the next extent of the node.
+        self.entry_node = array("i", [0])
+        self.entry_slot = array("i", [0])
+        self.entry_length = array("i", [0])
+        self.entry_next = array("i", [0])
+        self.entry_tail = array("i", [0])
+        self.entry_more = array("i", [0])
+        self._entries_free = 0
+        self._node_entry = array("i", [0])
+        self._dirty: list[int] = []
+        self._is_dirty = bytearray(blocks)
+        self.groups_changed: set[int] = set()
+        # Blocks in whose holes something is planned to go -> the holes that are left until that has happened or not.
+        self.remaining: dict[int, list[tuple[int, int]]] = {}
+        self.emptied: set[int] = (
+            set()
+        )  # blocks that are planned to be emptied, until that has happened or not
+        self._log: list[int] = []
+        self._at = 0
+        pool.tree.log = []
+        self._build: Iterator[int] | None = pool.tree.live()
+
+    # -- following ---------------------------------------------------------------------------------------------
+
+    def feed(self, budget: int, now: float = 0.0) -> bool:
+        """Looks at up to `budget` nodes and blocks that changed; True: there are more.  About 5 us for each."""
+        tree = self.pool.tree
+        if self._build is not None:
+            for node in self._build:
+                self._note(node)
+                budget -= 1
+                if budget <= 0:
+                    return True
+            self._build = None
+        while budget > 0:
+            if self._at == len(self._log):
+                if not tree.log:
+                    break
+                self._log, tree.log, self._at = tree.log, [], 0
+            log, at = self._log, self._at
+            stop = min(len(log), at + budget)
+            for node in log[at:stop]:
+                self._note(node)
+            budget -= stop - at
+            self._at = stop
+            if stop == len(log):
+                self._log, self._at = [], 0
+        if self.fills.count[self.levels]:
+            self.unpark(now, budget)
+        dirty, is_dirty, survey = self._dirty, self._is_dirty, self.survey
+        while dirty and budget > 0:
+            block = dirty.pop()
+            is_dirty[block] = 0
+            survey(block, now)
+            budget -= 1
+        return bool(dirty or self._log or tree.log)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every node has been seen once."""
+        return self._build is None
+
+    def close(self) -> None:
+        """Listens no longer."""
+        self.pool.tree.log = None
+
+    def _note(self, node: int) -> None:
+        """A node's slots may have changed."""
+        tree = self.pool.tree
+        heads = self._node_entry
+        if node >= len(heads):
+            heads.frombytes(bytes(4 * (max(len(tree.keys), node + 1) - len(heads))))
+        extents = tree.extents(node) if tree.parent[node] and tree.length[node] else []
+        more, slots, lengths = self.entry_more, self.entry_slot, self.entry_length
+        entry = heads[node]
+        i = 0
+        while entry and i < len(extents) and slots[entry] == extents[i] and lengths[entry] == extents[i + 1]:
+            entry = more[entry]
+            i += 2
+        if not entry and i == len(extents):
+            return
+        entry = heads[node]
+        while entry:
+            self._remove(entry)
+            entry, more[entry], self._entries_free = more[entry], self._entries_free, entry
+        entry = 0
+        for i in range(len(extents) - 2, -1, -2):
+            entry = self._insert(node, extents[i], extents[i + 1], entry)
+        heads[node] = entry
+
+    def _insert(self, node: int, slot: int, length: int, more: int) -> int:
+        entry = self._entries_free
+        if entry:
+            self._entries_free = self.entry_more[entry]
+        else:
+            entry = len(self.entry_node)
+            for column in (
+                self.entry_node, self.entry_slot, self.entry_length, self.entry_next, self.entry_tail, self.entry_more,
+            ):  # fmt: skip
+                column.append(0)
+        self.entry_node[entry] = node
+        self.entry_slot[entry] = slot
+        self.entry_length[entry] = length
+        self.entry_more[entry] = more
+        size, first, used = self.size, self.first, self.used
+        end = slot + length
+        low, high = slot // size, (end - 1) // size
+        self.entry_next[entry] = first[low]
+        first[low] = entry
+        if low == high:
+            used[low] += length
+        else:
+            used[low] += (low + 1) * size - slot
+            used[high] += end - high * size
+            self.entry_tail[entry] = first[high]
+            first[high] = entry
+            if high - low > 1:
+                self._first_view[low + 1 : high] = -entry
+                self._used_view[low + 1 : high] = size
+        self._changed(low, high)
+        return entry
+
+    def _remove(self, entry: int) -> None:
+        size, first, used = self.size, self.first, self.used
+        slots, following, tails = self.entry_slot, self.entry_next, self.entry_tail
+        slot, length = slots[entry], self.entry_length[entry]
+        end = slot + length
+        low, high = slot // size, (end - 1) // size
+        for block in (low, high) if high > low else (low,):
+            start = block * size
+            each, last = first[block], 0
+            while each != entry:
+                last = each
+                each = following[each] if slots[each] >= start else tails[each]
+            rest = following[entry] if block == low else tails[entry]
+            if not last:
+                first[block] = rest
+            elif slots[last] >= start:
+                following[last] = rest
+            else:
+                tails[last] = rest
+        if low == high:
+            used[low] -= length
+        else:
+            used[low] -= (low + 1) * size - slot
+            used[high] -= end - high * size
+            if high - low > 1:
+                self._first_view[low + 1 : high] = 0
+                self._used_view[low + 1 : high] = 0
+        self._changed(low, high)
+
+    def _changed(self, low: int, high: int) -> None:
+        """The blocks from `low` to `high` have changed; those in between are full or free, so they stand in no ring."""
+        is_dirty = self._is_dirty
+        if not is_dirty[low]:
+            is_dirty[low] = 1
+            self._dirty.append(low)
+        if not is_dirty[high]:
+            is_dirty[high] = 1
+            self._dirty.append(high)
+        if low // GROUP == high // GROUP:
+            self.groups_changed.add(low // GROUP)
+        else:
+            self.groups_changed.update(range(low // GROUP, high // GROUP + 1))
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def entries(self, block: int) -> list[int]:
+        """The extents that touch a block, in no order."""
+        entry = self.first[block]
+        if entry <= 0:
+            return [-entry] if entry else []
+        start = block * self.size
+        slots, following, tails = self.entry_slot, self.entry_next, self.entry_tail
+        found = []
+        while entry:
+            found.append(entry)
+            entry = following[entry] if slots[entry] >= start else tails[entry]
+        return found
+
+    def spans(self, block: int) -> list[tuple[int, int, int]]:
+        """(slot, end, entry) of the extents that touch a block, in order, not cut at its edges."""
+        slots, lengths = self.entry_slot, self.entry_length
+        found = [(slots[entry], slots[entry] + lengths[entry], entry) for entry in self.entries(block)]
+        if len(found) > 1:
+            found.sort()
+        return found
+
+    def survey(self, block: int, now: float) -> None:
+        """Puts a block into the rings where it belongs now."""
+        used, size = self.used[block], self.size
+        self._unpark(block)
+        self.remaining.pop(block, None)
+        self.emptied.discard(block)
+        if not 0 < used < size or (block + 1) * size <= self.pool.padding:
+            self.fills.drop(block)
+            self.holes.drop(block)
+            return
+        found, free, over = self.gaps(block)
+        if found:
+            self.holes.put(block, hole_class(max(over, *(n for _, n in found))))
+        else:
+            self.holes.drop(block)
+        if used + free == size:
+            self.fills.put(block, used * self.levels // size)
+        else:
+            self.park(block, now + RECHECK)
+
+    def gaps(self, block: int) -> tuple[list[tuple[int, int]], int, int]:
+        """The free stretches (slot, length) of a used block, in order; how many slots that are; and the longest hole.
+
+        A hole may reach over an edge into the next used block; a wholly free block ends it.
+        """
+        size = self.size
+        runs = self.pool.runs
+        length_at, start_at = runs.length_at, runs.start_at
+        low = block * size
+        high = low + size
+        found: list[tuple[int, int]] = []
+        free = longest = 0
+        at = low
+        for slot, end, _ in self.spans(block):
+            if slot > at:
+                begin = start_at.get(slot, -1)
+                if begin < 0 or begin > at:
+                    # Something else stands there: what is free in front of it counts too.
+                    n = length_at.get(at, 0)
+                    if n and at + n <= slot:
+                        found.append((at, n))
+                        free += n
+                if begin >= 0:
+                    over = low - begin
+                    if 0 < over < size:
+                        longest = slot - begin
+                    if begin < at:
+                        begin = at
+                    found.append((begin, slot - begin))
+                    free += slot - begin
+            at = end
+        if at < high:
+            n = length_at.get(at, 0)
+            if n:
+                over = at + n - high
+                if 0 < over < size and n > longest:
+                    longest = n
+                if over > 0:
+                    n -= over
+                found.append((at, n))
+                free += n
+        return found, free, longest
+
+    def left(self, block: int) -> list[tuple[int, int]]:
+        """The free stretches of a used block that nothing is planned for, in order."""
+        found = self.remaining.get(block)
+        return self.gaps(block)[0] if found is None else found
+
+    # -- looked at in vain -------------------------------------------------------------------------------------
+
+    def park(self, block: int, until: float) -> None:
+        """Nothing to be had from this block as a source before it changes, or `until`."""
+        if self._origin is None:
+            self._origin = until
+        fills = self.fills
+        self._unpark(block)
+        self._parked_free[block] = free = self.size - self.used[block]
+        self.parked_free += free
+        fills.put(block, self.levels)
+        self._until[block] = until - self._origin
+
+    def unpark(self, now: float, most: int = 1 << 30) -> None:
+        """Blocks that were parked until now are to be looked at again."""
+        fills, parked = self.fills, self.levels
+        due = now - (self._origin or 0.0)
+        while most > 0:
+            block = fills.first(parked)
+            if block < 0 or self._until[block] > due:
+                return
+            most -= 1
+            self.fills.put(block, parked)  # at the end, until it has been surveyed
+            self._until[block] = due + RECHECK
+            if not self._is_dirty[block]:
+                self._is_dirty[block] = 1
+                self._dirty.append(block)
+
+    def _unpark(self, block: int) -> None:
+        if self.fills.ring_of[block] == self.levels:
+            self.parked_free -= self._parked_free[block]
+            self.fills.drop(block)
+
+
+RECHECK = 2.0  # seconds after which a block with slots of running sequences in it is looked at again
+
+
+def check(index: Index) -> list[str]:
+    """What of a fully fed index does not agree with the tree, recounted from nothing: for tests."""
+    pool, size = index.pool, index.size
+    tree = pool.tree
+    used = [0] * pool.config.blocks
+    touching: list[set[tuple[int, int, int]]] = [set() for _ in used]
+    for node in tree.live():
+        if not tree.length[node]:
+            continue
+        extents = tree.extents(node)
+        for i in range(0, len(extents), 2):
+            slot, end = extents[i], extents[i] + extents[i + 1]
+            for block in range(slot // size, (end - 1) // size + 1):
+                used[block] += min(end, (block + 1) * size) - max(slot, block * size)
+                touching[block].add((slot, end, node))
+    wrong = []
+    for block, count in enumerate(used):
+        if index.used[block] != count:
+            wrong.append(f"block {block}: {index.used[block]} used, {count} are")
+        seen = {(slot, end, index.entry_node[entry]) for slot, end, entry in index.spans(block)}
+        if seen != touching[block]:
+            wrong.append(f"block {block}: holds {seen}, not {touching[block]}")
+        if (0 < count < size) != (index.fills.ring_of[block] >= 0):
+            wrong.append(f"block {block}, {count} used, stands in ring {index.fills.ring_of[block]}")
+    free = sum(index._parked_free[b] for b in range(len(used)) if index.fills.ring_of[b] == index.levels)
+    if free != index.parked_free:
+        wrong.append(f"{index.parked_free} free slots in parked blocks, {free} are")
+    return wrong
