@@ -1,16 +1,17 @@
 """Moves in a replay: the planner's choices, carried out in simulated time.
 
     gap      the device is idle for so many tokens' worth of copying: moves begin, are paid for token by token, and are
-             published when they are paid; a move that a gap is too short for goes on in the next one
+             published when they are paid; a move that a gap is too short for goes on in the next one.  When to begin
+             and for what is the daemon's own judgement (`defrag/pace.py`, with its default thresholds).
     rest     moves are begun and published at once, until the planner has none left: what compaction could gain at most
 
 A move holds nothing.  What it was to move may be read, split or evicted before its copy has ended; then it is abandoned
 and the idle time it took is lost, as in life.  Blocks given back are counted around each step of a move: the target's
 blocks that it takes into use are taken off what the source's death gives.
 
-Purposes come in the order in which they pay: whole blocks first, then runs of RUN_BLOCKS blocks for whoever needs
-one, then prefixes that lie in many pieces.  `greedy` is the plain way of the baseline: all pieces of the emptiest block
-go to the best-fitting holes, and nothing else is looked at.
+At rest purposes come in the order in which they pay: whole blocks first, then runs of RUN_BLOCKS blocks for whoever
+needs one, then prefixes that lie in many pieces.  `greedy` is the plain way of the baseline: all pieces of the
+emptiest block go to the best-fitting holes, and nothing else is looked at.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from collections import deque
 from typing import Final
 
 from kvslot.allocator import OutOfTurn, Pool
-from kvslot.defrag import Greedy, Planner, Plans, Purpose
+from kvslot.defrag import RUN_BLOCKS, Greedy, Planner, Plans, Purpose
+from kvslot.defrag.pace import Order, Pace, Reading, Rules
+from kvslot.replay.policies.slotted import usable_run
 
 PURPOSES: Final = ("free_blocks", "run", "join")
 """In the order in which they are planned for."""
@@ -30,8 +33,8 @@ REST_TOKENS: Final = 1 << 16
 """The same where no time passes between planning and moving."""
 FEED: Final = 4096
 """Changes that the planner takes in at a time."""
-LOOK_EVERY_S: Final = 1.0
-"""Simulated seconds that a planner without a move to make is left alone for."""
+LOOK_EVERY_S: Final = 0.25
+"""Simulated seconds between two looks at a pool in which nothing was worth moving."""
 REST_ROUNDS: Final = 10_000
 """Plans until rest; a planner that has not come to rest by then never does, which is a fault."""
 
@@ -53,6 +56,9 @@ class Compactor:
         self.planner: Plans = Planner(pool) if planner == "planned" else Greedy(pool)
         self.purposes = [Purpose(each) for each in purposes or PURPOSES]
         self.given_back = 0
+        self.pace = Pace(Rules())
+        self._order: Order | None = None
+        """What the moves under way are for."""
         self._under_way: deque[list[float]] = deque()
         """Moves that have begun, oldest first: [handle, tokens still to be copied]."""
         self._look_at = 0.0
@@ -63,8 +69,7 @@ class Compactor:
             if not self._under_way:
                 if now < self._look_at:
                     return
-                self._feed()
-                if not self._begin(PLAN_TOKENS, now):
+                if not self._next(now):
                     self._look_at = now + LOOK_EVERY_S
                     return
             first = self._under_way[0]
@@ -73,37 +78,71 @@ class Compactor:
                 return
             tokens -= first[1]
             self._under_way.popleft()
+            moved = -self.pool.moves.moved_tokens
             self._finish(int(first[0]))
+            moved += self.pool.moves.moved_tokens
+            if self._order is not None and moved:
+                self.pace.moved(self._order, moved, self.reading(), now)
 
     def rest(self, now: float) -> None:
         """Everything that is to be gained, at once.  Raises Restless."""
         self._drain()
+        left = list(self.purposes)
         for _ in range(REST_ROUNDS):
-            self._feed()
-            if not self._begin(REST_TOKENS, now):
+            if not left:
                 return
-            self._drain()
+            self._feed()
+            self._begin(REST_TOKENS, left[0], now)
+            if self._under_way:
+                self._drain()
+            else:
+                del left[0]
         raise Restless(f"no rest after {REST_ROUNDS:,} plans")
 
     def _feed(self) -> None:
         while self.planner.feed(FEED):
             pass
 
-    def _begin(self, budget: int, now: float) -> bool:
-        """Plans and begins; False where no purpose has a move to make."""
+    def reading(self) -> Reading:
+        """The pool as the pace sees it."""
         pool = self.pool
-        for purpose in self.purposes:
-            before = pool.runs.blocks_free
-            for each in self.planner.plan(budget, purpose, now).moves:
-                try:
-                    move = pool.begin_move(each.node, each.at, each.length, each.target)
-                except OutOfTurn:
-                    continue  # an earlier move of the plan took what this one was to have
-                self._under_way.append([move.handle, move.length])
-            self.given_back += pool.runs.blocks_free - before
+        return Reading(
+            usable=pool.usable,
+            block_size=pool.block_size,
+            free=pool.runs.total,
+            in_blocks=pool.runs.blocks_free * pool.block_size,
+            in_runs=usable_run(pool.runs),
+            scattered=len(pool.tree.scattered),
+            tick=pool.tick,
+        )
+
+    def _next(self, now: float) -> bool:
+        """Begins what the pace wants done next, if anything; False: nothing for now."""
+        for _ in self.purposes:
+            self._order = self.pace.order(self.reading(), now)
+            if self._order is None:
+                return False
+            if self._order.purpose not in self.purposes:
+                self.pace.planned(self._order, 0, self.reading(), now)
+                continue
+            self._feed()
+            self._begin(PLAN_TOKENS, self._order.purpose, now)
+            self.pace.planned(self._order, len(self._under_way), self.reading(), now)
             if self._under_way:
                 return True
         return False
+
+    def _begin(self, budget: int, purpose: Purpose, now: float) -> None:
+        """Plans for `purpose` and begins what was planned."""
+        pool = self.pool
+        before = pool.runs.blocks_free
+        for each in self.planner.plan(budget, purpose, now, blocks=RUN_BLOCKS).moves:
+            try:
+                move = pool.begin_move(each.node, each.at, each.length, each.target)
+            except OutOfTurn:
+                continue  # an earlier move of the plan took what this one was to have
+            self._under_way.append([move.handle, move.length])
+        self.given_back += pool.runs.blocks_free - before
 
     def _finish(self, handle: int) -> None:
         before = self.pool.runs.blocks_free
