@@ -99,6 +99,7 @@ class Index:
     """The blocks of one pool.  `feed` first fills it, then follows the changes; nothing else changes it but `park`."""
 
     __slots__ = (
+        "_again",
         "_at",
         "_build",
         "_dirty",
@@ -165,6 +166,7 @@ class Index:
         )  # blocks that are planned to be emptied, until that has happened or not
         self._log: list[int] = []
         self._at = 0
+        self._again = 0  # parked blocks that are to be looked at although their time has not come
         pool.tree.log = []
         self._build: Iterator[int] | None = pool.tree.live()
 
@@ -201,7 +203,7 @@ class Index:
             is_dirty[block] = 0
             survey(block, now)
             budget -= 1
-        return bool(dirty or self._log or tree.log)
+        return bool(dirty or self._log or tree.log or self._again)
 
     @property
     def complete(self) -> bool:
@@ -415,15 +417,21 @@ class Index:
         fills.put(block, self.levels)
         self._until[block] = until - self._origin
 
+    def unpark_all(self) -> bool:
+        """All that are parked now are to be looked at again, a few with each `feed`; False: there are none."""
+        self._again = self.fills.count[self.levels]
+        return bool(self._again)
+
     def unpark(self, now: float, most: int = 1 << 30) -> None:
         """Blocks that were parked until now are to be looked at again."""
         fills, parked = self.fills, self.levels
         due = now - (self._origin or 0.0)
         while most > 0:
             block = fills.first(parked)
-            if block < 0 or self._until[block] > due:
+            if block < 0 or (self._until[block] > due and not self._again):
                 return
             most -= 1
+            self._again -= self._again > 0
             self.fills.put(block, parked)  # at the end, until it has been surveyed
             self._until[block] = due + RECHECK
             if not self._is_dirty[block]:

@@ -38,6 +38,8 @@ PART = 64  # of a block: the shortest part that a piece is cut into, 2 tokens at
 EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
+PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
+STUCK = 1 << 14  # plans without a move after which `rest` gives up
 VAIN = 32  # sources looked at in vain, one after the other, from which a plan ends
 
 
@@ -89,6 +91,7 @@ class Planner:
         self.pool = pool
         self.index = Index(pool)
         self._page = 1
+        self._gained = 0  # slots, in this pass
         self._part = max(2, pool.block_size // PART)
 
     def feed(self, budget: int = 256, now: float = 0.0) -> bool:
@@ -147,7 +150,7 @@ class Planner:
             level = (sources & -sources).bit_length() - 1
             block = fills.first(level)
             before = plan.cost
-            gain = self._empty(block, budget - plan.cost, plan)
+            gain = self._empty(block, budget - plan.cost, plan, now)
             if gain < 0:  # it would go beyond the budget
                 plan.settled = False
                 break
@@ -165,6 +168,13 @@ class Planner:
                     plan.settled = False
                     break
             sources = fills.occupied & ((2 << most) - 1)
+        self._gained += plan.gain
+        if not sources and plan.settled:
+            # The end of a pass.  One more, if this one was worth its while.
+            waste = self.pool.runs.total - self.pool.runs.blocks_free * index.size
+            if self._gained * PASS_GAIN > waste and index.unpark_all():
+                plan.settled = False
+            self._gained = 0
         for move in plan.moves:
             for i in range(0, len(move.target), 2):
                 for block in {
@@ -175,7 +185,7 @@ class Planner:
                         index.park(block, now + BACK_OFF)
         return plan
 
-    def _empty(self, block: int, budget: int, plan: Plan) -> int:
+    def _empty(self, block: int, budget: int, plan: Plan, now: float) -> int:
         """Plans to empty a block; returns the slots gained, 0 where that cannot be, -1 where it costs too much now."""
         index = self.index
         size = index.size
@@ -200,18 +210,27 @@ class Planner:
             return -1
         if len(pieces) > 1:
             pieces.sort(key=_by_length)
+        # An extent that goes as a whole leaves other blocks too: what is free there will not be what it is now.
+        others = {b for p in pieces for b in (p.slot // size, (p.slot + p.length - 1) // size)} - {block}
+        # Nor may anything be on its way into one of them.
+        if block in index.remaining or not others.isdisjoint(index.remaining):
+            return 0
         undo: dict[int, list[tuple[int, int]] | None] = {}
         moves: list[PlannedMove] = []
-        index.emptied.add(block)
+        others.add(block)
+        index.emptied |= others
         for piece in pieces:
             target = self._place(piece, used, undo)
             if not target:
                 self._undo(undo)
-                index.emptied.discard(block)
+                index.emptied -= others
                 return 0
             source = [piece.slot, piece.length]
             moves.append(PlannedMove(piece.node, piece.at, piece.length, source, target))
-        index.holes.drop(block)
+        for each in others:
+            index.holes.drop(each)
+            if each != block and 0 < index.used[each] < size:
+                index.park(each, now + BACK_OFF)
         plan.moves += moves
         plan.cost += tokens
         return size
@@ -441,7 +460,7 @@ def rest(
                 else:
                     done.refused += 1
             stuck = 0 if moved else stuck + 1
-            if stuck and (plan.settled or stuck > VAIN):
+            if stuck and (plan.settled or stuck > STUCK):
                 break
     if planner is None:
         mine.close()
