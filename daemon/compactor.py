@@ -262,6 +262,7 @@ class Compactor:
             if delay > POLL_FIRST:
                 self.state = "waiting"
                 return self._wait(delay)
+        self._look_who_follows(now)
         if self._planner is None:
             self._planner = Planner(self.hosted.core)
         until = time.perf_counter() + self.server.settings.slice_us / 1e6
@@ -355,7 +356,7 @@ class Compactor:
         if done is Completion.PENDING:
             return False
         self._flying.popleft()
-        self.server.deliver(self.hosted, now)  # also the time, by which it is known who follows
+        self._look_who_follows(now)
         before = pool.runs.blocks_free
         moved = self.mover.completed(event, done is Completion.DONE)
         self.blocks_given += pool.runs.blocks_free - before
@@ -364,6 +365,13 @@ class Compactor:
         if pool.pushes or pool.admission.busy:
             self.server.deliver(self.hosted, now)
         return True
+
+    def _look_who_follows(self, now: float) -> None:
+        """Sessions that are movable follow as long as they step, which their pages say."""
+        for member in tuple(self.hosted.members.values()):
+            if member.session.movable and not member.session.life:
+                self.server.sync(member, now)
+        self.server.deliver(self.hosted, now)  # also tells the core what time it is
 
     def _may_publish(self, move: Move) -> bool:
         """Whether all who read a node can be told at this moment, in order with what they have been answered."""

@@ -1,0 +1,322 @@
+"""Moves that are cut off: clients killed, slow or gone; compaction switched, stopped or failing in the midst of them.
+
+What is cached, and what is read, is painted, and looked at through the readers' own mappings.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvslot.api.wire import messages
+
+from ..tools.daemon import Running, running
+from ..tools.painting import Painter, ids, scatter, slots_of, until_rest
+from ..tools.wire import tokens
+from .actors import child, empty, until
+
+SMALL = {"blocks": 65, "headroom": 0.0}
+AT_ONCE = {"compaction": "off", "compaction_duty": 1.0}
+
+Held = dict[int, tuple[list[int], list[int]]]
+"""Sequences: what they read, and where."""
+
+
+def follower(daemon: Running) -> Painter:
+    """An engine that is told of moves."""
+    engine = Painter(daemon.socket, movable=True, append="chain")
+    engine.step()
+    return engine
+
+
+def hold(engine: Painter, prompts: list[bytes]) -> Held:
+    """Reads all these."""
+    held: Held = {}
+    for prompt in prompts:
+        begun = engine.begin(prompt + tokens(1, 7))
+        if begun is not None:
+            hit = begun[1].hit
+            held[begun[0]] = (ids(prompt)[:hit], slots_of(begun[1].extents)[:hit])
+    return held
+
+
+def apply(held: Held, moved: list[messages.Moved]) -> None:
+    """Tables after moves."""
+    for each in moved:
+        if each.sequence in held:
+            slots = held[each.sequence][1]
+            new = slots_of(each.extents)[: max(0, len(slots) - each.position)]
+            slots[each.position : each.position + len(new)] = new
+
+
+def right(engine: Painter, held: Held) -> None:
+    """What is read is what was painted."""
+    for sequence, (named, slots) in held.items():
+        assert engine.wrong(named, slots) == [], sequence
+
+
+def test_S19_an_engine_killed_between_moved_and_its_applying() -> None:
+    """kill -9 of an engine that was told and has not applied: its old places are kept while it lives, then free."""
+    with running(pools=[SMALL], **AT_ONCE) as daemon:
+        with Painter(daemon.socket) as painter:
+            kept = scatter(painter)
+            prompts = [list(each) for each in kept[::2]]
+
+            def engine(tell: Callable[[Any], None]) -> None:
+                mine = follower(daemon)
+                held = hold(mine, [bytes(each) for each in prompts])
+                mine.begin_step()
+                tell(len(held))
+                # It reads what it is told, and never applies it; nor does its step end.
+                while True:
+                    moved = mine.moved()
+                    right(mine, held)
+                    if moved:
+                        tell(len(moved))
+                    time.sleep(0.01)
+
+            with child(engine) as victim:
+                assert victim.heard() > 5
+                painter.defrag("once")
+                assert victim.heard() > 0
+                until_rest(painter)
+                retired = painter.defrag().retired_tokens
+                assert retired > 0
+                while painter.cache(tokens(20, 700_000 + painter.number)):
+                    if painter.call(messages.Inspect, "pools").rows[0]["evicted_tokens"] > 1500:
+                        break
+                assert painter.defrag().retired_tokens == retired
+                victim.kill()
+            until(lambda: painter.defrag().retired_tokens == 0, 5, "old places were kept for the dead")
+            for prompt in kept:
+                painter.look(prompt)
+            painter.sound()
+        empty(daemon)
+
+
+def test_S19_an_engine_that_never_applies_stops_its_own_moves_only() -> None:
+    """Its old places stay as it reads them, within a bound; others go on, and all is free once it has ended."""
+    with running(pools=[SMALL], **AT_ONCE) as daemon:
+        with Painter(daemon.socket) as painter:
+            kept = scatter(painter)
+            engine = follower(daemon)
+            held = hold(engine, kept[::2])
+            engine.begin_step()
+            told = 0
+            for round_ in range(6):
+                painter.defrag("once")
+                until_rest(painter)
+                told += sum(sum(each.extents[1::2]) for each in engine.moved())
+                right(engine, held)
+                # Others come and go, so that there is something to gain again.
+                for number in range(20):
+                    painter.cache(tokens(9, 100_000 * (round_ + 2) + 100 * number))
+                painter.call(messages.Evict, 90)
+                right(engine, held)
+            assert 0 < told == painter.defrag().retired_tokens <= 64 + 16 * 14
+            engine.end_step()
+            right(engine, held)
+            assert painter.defrag().retired_tokens == told
+            engine.bye()
+            engine.close()
+            until(lambda: painter.defrag().retired_tokens == 0, 5, "old places of an engine that has ended")
+            painter.sound()
+        empty(daemon)
+
+
+def test_moves_are_told_again_to_an_engine_that_lost_its_connection() -> None:
+    """What was pushed into a connection that broke comes again, in order, before any other answer than Welcome."""
+    with running(pools=[SMALL], **AT_ONCE) as daemon, Painter(daemon.socket) as painter:
+        kept = scatter(painter)
+        engine = follower(daemon)
+        assert engine.welcome is not None
+        welcome, page = engine.welcome, engine.page
+        assert page is not None
+        held = hold(engine, kept[::2])
+        painter.defrag("once")
+        until_rest(painter)
+        retired = painter.defrag().retired_tokens
+        assert retired
+        engine.sock.close()  # with all that was pushed
+        again = Painter(daemon.socket, resume=welcome.session, secret=welcome.secret, boot=welcome.boot)
+        sequence = next(iter(held))
+        forked = again.call(messages.Fork, sequence, 77_777, -1, len(held[sequence][0]) + 1)
+        assert isinstance(forked, messages.Forked)
+        told = [each for each in again.pushes if isinstance(each, messages.Moved)]
+        assert [each.epoch for each in told] == list(range(1, len(told) + 1))
+        assert sum(sum(each.extents[1::2]) for each in told) == retired
+        right(again, held)
+        apply(held, told)
+        right(again, held)
+        again.begin_step(told[-1].epoch)
+        again.end_step()
+        until(lambda: painter.defrag().retired_tokens == 0, 5, "applied after a reconnect")
+        right(again, held)
+        painter.sound()
+        again.bye()
+        again.close()
+
+
+def test_S55_switched_off_and_on_in_the_midst_of_moves() -> None:
+    """Random stops, starts and settings, with traffic, evictions and deaths between: all bytes right, nothing left."""
+    draw = random.Random(7)
+    with running(pools=[SMALL], compaction_chunk_bytes=4096, **AT_ONCE) as daemon:
+        with Painter(daemon.socket) as painter:
+            kept = scatter(painter)
+            engine = follower(daemon)
+            held: Held = {}
+            number = 50_000
+            for _ in range(150):
+                match draw.randrange(9):
+                    case 0:
+                        painter.defrag("once")
+                    case 1:
+                        painter.defrag("stop")
+                    case 2:
+                        painter.defrag("start")
+                    case 3:
+                        painter.call(messages.SetConfig, "compaction", draw.choice(("off", "idle", "forced")))
+                    case 4:
+                        painter.call(messages.SetConfig, "compaction_duty", draw.choice(("0.05", "0.5", "1")))
+                    case 5:
+                        os.kill(daemon.pid, signal.SIGHUP)
+                    case 6:
+                        painter.call(messages.Evict, draw.randint(1, 60))
+                    case 7:
+                        held |= hold(engine, draw.sample(kept, 3))
+                    case _:
+                        with Painter(daemon.socket) as other:
+                            hold(other, draw.sample(kept, 2))
+                for _ in range(draw.randrange(4)):
+                    number += 100
+                    prompt = tokens(draw.randint(2, 14), number)
+                    if painter.cache(prompt):
+                        kept.append(prompt)
+                painter.look(draw.choice(kept))
+                right(engine, held)
+                if draw.random() < 0.3:
+                    moved = engine.moved()
+                    apply(held, moved)
+                    engine.begin_step(moved[-1].epoch if moved else 0)
+                    right(engine, held)
+                    engine.end_step()
+                while len(held) > 12:
+                    engine.call(messages.Free, next(iter(held)))
+                    del held[next(iter(held))]
+                if draw.random() < 0.1:
+                    time.sleep(0.01)
+            painter.defrag("stop")
+            until(lambda: painter.defrag().state == "off", 5, "it was stopped")
+            told = painter.defrag()
+            assert told.moves_in_flight == 0
+            assert told.published > 50
+            assert told.planned == sum(
+                (
+                    told.published, told.abandoned_leased, told.abandoned_freed, told.deferred,
+                    told.over_budget, told.failed,
+                )
+            )  # fmt: skip
+            right(engine, held)
+            for prompt in kept:
+                painter.look(prompt)
+            painter.sound()
+            engine.bye()
+            engine.close()
+        empty(daemon)
+
+
+FAILING_TASK = """
+from kvslot.defrag.mover import Mover
+real, calls = Mover.completed, []
+def completed(self, token, ok=True):
+    calls.append(token)
+    if len(calls) == 2:
+        raise RuntimeError("planted")
+    return real(self, token, ok)
+Mover.completed = completed
+"""
+
+
+def test_a_task_that_fails_in_the_midst_of_moves_ends_the_process_and_no_byte() -> None:
+    """The log's last word says what it was, the code is that of a fault, and what engines read is still there."""
+    with running(pools=[SMALL], first=FAILING_TASK, code=None, faulty=True, **AT_ONCE) as daemon:
+        painter = Painter(daemon.socket)
+        kept = scatter(painter)
+        held = hold(painter, kept[::4])
+        painter.defrag("once")
+        assert daemon.process.wait(10) == 70
+        text = daemon.text()
+        assert '"internal_fault"' in text
+        assert "planted" in text
+        assert '"ended"' in text.splitlines()[-1]
+        right(painter, held)
+        painter.close()
+
+
+FAILING_DEVICE = """
+import random
+from kvslot.daemon.device.memory import MemoryDevice
+real, draw = MemoryDevice._copy, random.Random(3)
+def copy(self, cut):
+    if draw.random() < 0.1:
+        raise OSError("planted")
+    real(self, cut)
+MemoryDevice._copy = copy
+"""
+
+
+def test_copies_that_fail_leave_their_data_where_it_was() -> None:
+    """A device that fails now and then costs moves, and not a byte."""
+    with running(pools=[SMALL], first=FAILING_DEVICE, **AT_ONCE) as daemon:
+        with Painter(daemon.socket) as painter:
+            kept = scatter(painter)
+            for _ in range(8):
+                painter.defrag("once")
+                told = until_rest(painter)
+                for prompt in kept:
+                    painter.look(prompt)
+                painter.sound()
+            assert told.failed > 0
+            assert told.published > 0
+        empty(daemon)
+
+
+def test_S47_moves_end_when_the_load_has() -> None:
+    """However it churned before, once nobody uses the pool no more is moved than it has pieces, and then nothing."""
+    with running(pools=[SMALL], compaction_duty=1.0) as daemon, Painter(daemon.socket) as painter:
+        kept = scatter(painter)
+        draw = random.Random(3)
+        for number in range(300):
+            painter.cache(tokens(draw.randint(2, 14), 60_000 + 100 * number))
+            if draw.random() < 0.3:
+                painter.call(messages.Evict, draw.randint(1, 40))
+            painter.look(draw.choice(kept))
+        painter.call(messages.Evict, 300)
+        at_stop = painter.defrag()
+        nodes = painter.call(messages.Inspect, "pools").rows[0]["nodes"]
+        time.sleep(1.5)
+        told = painter.defrag()
+        assert told.state in ("settled", "backed off"), told
+        assert told.published > 0
+        assert told.published - at_stop.published <= nodes
+        time.sleep(1.2)
+        assert painter.defrag().planned == told.planned
+        painter.sound()
+
+
+def test_the_daemon_ends_in_the_midst_of_moves() -> None:
+    """SIGTERM while copies are under way, and while they wait for a gap: it ends in good order."""
+    for busy in (False, True):
+        with running(pools=[SMALL], compaction_chunk_bytes=4096, compaction_duty=0.01) as daemon:
+            painter = Painter(daemon.socket)
+            painter.step()
+            scatter(painter)
+            if busy:
+                painter.begin_step()
+            painter.defrag("once")
+            assert daemon.stop() == 0
+            painter.close()
