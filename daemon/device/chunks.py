@@ -39,25 +39,14 @@ class Group(NamedTuple):
     stride: int
 
 
-class Cut(NamedTuple):
-    """See above.  `first` and `beyond` count within the group; `source`, `target`, `length` are bytes of a plane."""
+Cut = tuple[int, int, int, int, int, int]
+"""(group, first, beyond, source, target, length); see above.  `first` and `beyond` count planes within the group,
+`source`, `target` and `length` are bytes of a plane."""
 
-    group: int
-    first: int
-    beyond: int
-    source: int
-    target: int
-    length: int
 
-    @property
-    def size_bytes(self) -> int:
-        """What is copied."""
-        return (self.beyond - self.first) * self.length
-
-    @property
-    def weight(self) -> int:
-        """What it costs, in bytes of a long row."""
-        return (self.beyond - self.first) * (self.length + ROW_BYTES)
+def size_bytes(cut: Cut) -> int:
+    """What a cut copies."""
+    return (cut[2] - cut[1]) * cut[5]
 
 
 def groups(geometry: Geometry) -> list[Group]:
@@ -92,7 +81,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 class Cutter:
     """Where a batch has come to: `next` hands out one cut after the other, piece by piece and plane by plane."""
 
-    __slots__ = ("_byte", "_group", "_groups", "_index", "_pieces", "_plane")
+    __slots__ = ("_byte", "_group", "_groups", "_index", "_pieces", "_plane", "ended")
 
     def __init__(self, parts: Sequence[Group], pieces: Sequence[Piece]) -> None:
         self._groups = parts
@@ -101,39 +90,44 @@ class Cutter:
         self._group = 0
         self._plane = 0
         self._byte = 0  # of the present row, where it is cut
+        self.ended = not pieces
 
-    @property
-    def ended(self) -> bool:
-        """Whether all has been handed out."""
-        return self._index == len(self._pieces)
-
-    def next(self, room: int) -> Cut:
-        """The next cut: at most `room` (>= 1) bytes, and about that weight.  Requires that it has not ended."""
+    def next(self, room: int, weight: int = 1 << 62) -> Cut:
+        """The next cut: at most `room` (>= 1) bytes in rows of at most that `weight`, but for one row, which is as
+        long as either lets it be (and a page at least, where `room` has one).  Requires that it has not ended."""
         source, target, length = self._pieces[self._index]
         number = self._group
         group = self._groups[number]
         width, plane, byte = group.width, self._plane, self._byte
         row = length * width
-        if byte == 0 and row <= room:
-            count = min(group.planes - plane, max(1, room // (row + ROW_BYTES)))
-            cut = Cut(number, plane, plane + count, source * width, target * width, row)
-            self._plane = plane + count
+        if byte == 0 and row <= room and row <= weight:
+            beyond = plane + (min(room // row, weight // (row + ROW_BYTES)) or 1)
+            if beyond >= group.planes:
+                beyond, self._plane = group.planes, 0
+            else:
+                self._plane = beyond
+            cut = (number, plane, beyond, source * width, target * width, row)
+            if self._plane:
+                return cut
         else:
-            size = min(row - byte, room)
+            size = min(row - byte, room, max(weight, PAGE_BYTES))
             if size > PAGE_BYTES and byte + size < row:
                 size -= size % PAGE_BYTES
-            cut = Cut(number, plane, plane + 1, source * width + byte, target * width + byte, size)
-            if byte + size == row:
-                self._byte, self._plane = 0, plane + 1
-            else:
+            cut = (number, plane, plane + 1, source * width + byte, target * width + byte, size)
+            if byte + size < row:
                 self._byte = byte + size
-        if self._plane == group.planes:
+                return cut
+            self._byte = 0
+            self._plane = plane + 1
+            if self._plane < group.planes:
+                return cut
             self._plane = 0
-            self._group = number + 1
-            if self._group == len(self._groups):
-                self._group = 0
-                self._index += 1
+        self._group = number + 1
+        if self._group == len(self._groups):
+            self._group = 0
+            self._index += 1
+            self.ended = self._index == len(self._pieces)
         return cut
 
 
-__all__ = ["CHUNK_BYTES", "ROW_BYTES", "Cut", "Cutter", "Group", "groups", "joined"]
+__all__ = ["CHUNK_BYTES", "ROW_BYTES", "Cut", "Cutter", "Group", "groups", "joined", "size_bytes"]

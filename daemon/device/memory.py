@@ -55,7 +55,7 @@ from kvslot.daemon.device import (
     Stream,
     Watch,
 )
-from kvslot.daemon.device.chunks import CHUNK_BYTES, Cut, Cutter, Group, groups, joined
+from kvslot.daemon.device.chunks import CHUNK_BYTES, ROW_BYTES, Cut, Cutter, Group, groups, joined
 
 SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 PREFAULT_BYTES: Final = 64 << 20
@@ -72,7 +72,11 @@ NO_LIMIT: Final = 1 << 62
 CALL_BYTES: Final = 8192
 """What a call costs beside its rows, in bytes of a long one."""
 CUT_BYTES_MIN: Final = 4096
-"""A chunk is not made smaller than this to fit into the time that is left."""
+"""What is left of a chunk, if less, is left: a call is not worth it."""
+WEIGHT_MIN: Final = 4 * 4096
+"""The same of its weight; and a chunk is not made smaller than this to fit into the time that is left."""
+CHUNK_SECONDS: Final = 60e-6
+"""A chunk is made smaller where it is expected to take longer than this."""
 
 _MFD_NOEXEC_SEAL: Final = 8
 """Linux 6.3: never to be run, which some machines insist on."""
@@ -120,20 +124,27 @@ class _Batch:
         self.failed = False
 
 
-class _Gate:
-    """What is allowed now.  `serial` rises with every allowance, so that one is not shut for the one before it."""
+class _Allowance:
+    """What is allowed until another one is, or none.  The device thread alone takes from `bytes_left`."""
 
-    __slots__ = ("began", "bytes_left", "deadline", "moving", "open", "serial", "shut_at", "watch")
+    __slots__ = ("bytes_left", "deadline", "moving", "shut_at")
+
+    def __init__(self, deadline: float, size_bytes: int) -> None:
+        self.deadline = deadline
+        self.bytes_left = size_bytes
+        self.moving = False  # a chunk may be under way
+        self.shut_at = 0.0  # when `allow(0)` came while one was; else 0
+
+
+class _Gate:
+    """Open while it has an allowance."""
+
+    __slots__ = ("allowance", "began", "watch")
 
     def __init__(self, watch: Watch, began: Callable[[], float] | None) -> None:
         self.watch = watch
         self.began = began
-        self.open = False
-        self.serial = 0
-        self.deadline = 0.0
-        self.bytes_left = 0
-        self.moving = False  # a chunk is under way
-        self.shut_at = 0.0  # when `allow(0)` came while one was; else 0
+        self.allowance: _Allowance | None = None
 
 
 class _Counts:
@@ -340,27 +351,24 @@ class MemoryDevice:
             raise DeviceFault(f"an allowance of {seconds} s, {size_bytes} bytes")
         now = time.monotonic()
         with self._work:
-            gate.serial += 1
-            if seconds == 0 or size_bytes == 0:
-                if gate.open:
-                    gate.open = False
-                    if gate.moving:
-                        gate.shut_at = now
-                    else:
-                        self._counts.closed(0.0)
-                    self._counts.pauses += bool(self._lanes[1].queue)
-                return
-            self._counts.allowances += 1
-            gate.deadline = now + seconds
-            gate.bytes_left = NO_LIMIT if size_bytes is None else size_bytes
-            gate.open = True
-            if self._lanes[1].queue:
-                self._work.notify()
+            if seconds > 0 and size_bytes != 0:
+                self._counts.allowances += 1
+                gate.allowance = _Allowance(now + seconds, NO_LIMIT if size_bytes is None else size_bytes)
+                if self._lanes[1].queue:
+                    self._work.notify()
+            elif (before := gate.allowance) is not None:
+                gate.allowance = None
+                self._counts.pauses += bool(self._lanes[1].queue)
+                if before.moving:
+                    before.shut_at = now
+                else:
+                    self._counts.closed(0.0)
 
     def gated(self) -> GateStatistics:
         counts, gate = self._counts, self._gate
+        allowance = None if gate is None else gate.allowance
         return GateStatistics(
-            open=gate is not None and gate.open and time.monotonic() < gate.deadline,
+            open=allowance is not None and time.monotonic() < allowance.deadline,
             allowances=counts.allowances,
             pauses=counts.pauses,
             watched=counts.watched,
@@ -545,7 +553,7 @@ class MemoryDevice:
             return ordinary
         if low.queue:
             gate, batch = self._gate, low.queue[0]
-            if gate is None or gate.open or batch.dropped or not batch.pieces:
+            if gate is None or gate.allowance is not None or batch.dropped or not batch.pieces:
                 return low
         return None
 
@@ -553,21 +561,20 @@ class MemoryDevice:
         """The oldest batch of a lane, to its end or until the gate is shut."""
         batch = lane.queue[0]
         batch.failed = batch.failed or any(event in self._failed for event in batch.behind)
+        cutter, ordinary = batch.cutter, self._lanes[0]
         try:
-            while not (batch.cutter.ended or batch.dropped):
-                if lane.index == 0:
-                    self._copy(batch.cutter.next(ORDINARY_BYTES))
+            while not (cutter.ended or batch.dropped):
+                if lane is ordinary:
+                    self._copy(cutter.next(ORDINARY_BYTES))
                     continue
-                while self._lanes[0].queue:
-                    self._carry_out(self._lanes[0])
-                if self._gate is None:
-                    self._copy(batch.cutter.next(self.chunk_bytes))
-                elif not self._chunk(self._gate, batch.cutter):
+                while ordinary.queue:
+                    self._carry_out(ordinary)
+                if (gate := self._gate) is None:
+                    self._copy(cutter.next(self.chunk_bytes))
+                elif not self._chunks(gate, batch):
                     return
         except Exception as error:  # noqa: BLE001 -- a copy that fails is an outcome, whatever the reason
             batch.failed = True
-            if self._gate is not None:
-                self._gate.moving = False
             self._failures += 1
             self._failure_last = f"{type(error).__name__}: {error}"
         with self._work:
@@ -587,86 +594,96 @@ class MemoryDevice:
         self._targets[group][first:beyond, target : target + length] = self._sources[group][
             first:beyond, source : source + length
         ]
-        self._copied += cut.size_bytes
+        self._copied += (beyond - first) * length
 
-    def _chunk(self, gate: _Gate, cutter: Cutter) -> bool:
-        """One chunk, if the gate lets it; False if the gate is shut now."""
-        counts = self._counts
-        with self._work:
-            if gate.shut_at:  # between two chunks
-                counts.closed(0.0)
-                gate.shut_at = 0.0
-            # From here on `allow(0)` knows that a chunk may be under way.
-            serial, gate.moving = gate.serial, gate.open
-            if not gate.open:
+    def _chunks(self, gate: _Gate, batch: _Batch) -> bool:
+        """Chunks of a batch while the gate lets them; False if it is shut now, True if there is something else to do.
+
+        What is between two chunks holds the interpreter lock, which the loop may be waiting for: it is kept short.
+        """
+        counts, ordinary, cutter, move = self._counts, self._lanes[0], batch.cutter, self._copy
+        cpu = time.thread_time()
+        while not (cutter.ended or batch.dropped or ordinary.queue):
+            if self._gate is not gate:
+                return True
+            allowance = gate.allowance
+            if allowance is None:
                 return False
-        room = min(self.chunk_bytes, gate.bytes_left)
-        left = (gate.deadline - time.monotonic()) * self._speed
-        if left < room:
-            room = int(left) if left >= CUT_BYTES_MIN else 0
-        if room <= 0:
-            return self._shut(gate, serial, 0.0, watched=False)
-        step = 0.0
-        try:
-            watched = gate.watch()
-            if watched and gate.began is not None:
-                step = gate.began()
-        except Exception as error:  # noqa: BLE001 -- whatever is wrong with it, somebody's step may have begun
-            watched = True
-            counts.failures += 1
-            counts.failure_last = f"{type(error).__name__}: {error}"
-        if watched:
-            return self._shut(gate, serial, step, watched=True)
-        if gate.serial != serial:
-            return True  # it was allowed anew or shut meanwhile: look again
-        self._ran = True
-        size = weight = 0
-        start, began = time.monotonic(), time.thread_time()
-        while True:
-            cut = cutter.next(room - weight)
-            self._copy(cut)
-            size += cut.size_bytes
-            weight += cut.weight + CALL_BYTES
-            if cutter.ended or room - weight < CUT_BYTES_MIN:
-                break
-        took = time.thread_time() - began
-        self._last = start + took
-        counts.chunks += 1
-        counts.copied += size
-        counts.seconds += took
-        if took > 0:
-            # Follows quickly what slows down, slowly what speeds up: an allowance kept is worth more than one used up.
-            counts.bandwidth += (size / took - counts.bandwidth) / (
-                16 if counts.chunks > 16 else counts.chunks
-            )
-            speed = weight / took
-            self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
-        with self._work:
-            gate.moving = False
-            if gate.serial == serial:
-                gate.bytes_left -= size
-            if gate.shut_at:
-                counts.closed(max(0.0, self._last - gate.shut_at))
-                gate.shut_at = 0.0
+            # From here on `allow(0)` takes it that a chunk is under way.
+            allowance.moving = True
+            room = self.chunk_bytes
+            if allowance.bytes_left < room:
+                room = allowance.bytes_left
+            start = time.monotonic()
+            seconds = allowance.deadline - start
+            weight = (CHUNK_SECONDS if seconds > CHUNK_SECONDS else seconds) * self._speed
+            if room <= 0 or (seconds < CHUNK_SECONDS and weight < WEIGHT_MIN):
+                return self._shut(gate, allowance, 0.0, watched=False)
+            step = 0.0
+            try:
+                watched = gate.watch()
+                if watched and gate.began is not None:
+                    step = gate.began()
+            except Exception as error:  # noqa: BLE001 -- whatever is wrong with it, somebody's step may have begun
+                watched = True
+                counts.failures += 1
+                counts.failure_last = f"{type(error).__name__}: {error}"
+            if watched:
+                return self._shut(gate, allowance, step, watched=True)
+            if gate.allowance is not allowance:
+                allowance.moving = False  # allowed anew or shut meanwhile: look again
+                continue
+            self._ran = True
+            size = weighed = 0
+            left = int(weight)
+            while True:
+                cut = cutter.next(room - size, left - weighed)
+                move(cut)
+                rows = cut[2] - cut[1]
+                size += rows * cut[5]
+                weighed += rows * (cut[5] + ROW_BYTES) + CALL_BYTES
+                if cutter.ended or room - size < CUT_BYTES_MIN or left - weighed < WEIGHT_MIN:
+                    break
+            now = time.thread_time()
+            took = now - cpu
+            cpu = now
+            self._last = start + took
+            counts.chunks += 1
+            counts.copied += size
+            if took > 0:
+                counts.seconds += took
+                counts.bandwidth += (size / took - counts.bandwidth) / (
+                    16 if counts.chunks > 16 else counts.chunks
+                )
+                # Follows quickly what slows down and slowly what speeds up: rather an allowance not used up than late.
+                speed = weighed / took
+                self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
+            allowance.bytes_left -= size
+            allowance.moving = False
+            if allowance.shut_at:
+                counts.closed(max(0.0, self._last - allowance.shut_at))
         return True
 
-    def _shut(self, gate: _Gate, serial: int, began: float, *, watched: bool) -> bool:
+    def _shut(self, gate: _Gate, allowance: _Allowance, began: float, *, watched: bool) -> bool:
         """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on.  `began`: the step, or 0."""
         with self._work:
-            gate.moving = False
-            if gate.serial != serial:
-                return True
-            gate.open = False
+            allowance.moving = False
+            if gate.allowance is not allowance:
+                return gate.allowance is not None
+            gate.allowance = None
             counts = self._counts
             counts.pauses += 1
+            late = 0.0
             if watched:
                 counts.watched += 1
-                late = max(0.0, self._last - began) if began and self._ran else 0.0
-                counts.met += late > 0
-                counts.closed(late)
+                if began and self._ran:
+                    late = max(0.0, self._last - began)
+                    counts.met += late > 0
             else:
                 counts.spent += 1
-                counts.closed(max(0.0, self._last - gate.deadline) if self._ran else 0.0)
+                if self._ran:
+                    late = max(0.0, self._last - allowance.deadline)
+            counts.closed(late)
             self._ran = False
         if self.notify is not None:
             self.notify()

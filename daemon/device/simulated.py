@@ -35,7 +35,7 @@ from kvslot.daemon.device import (
     Stream,
     Watch,
 )
-from kvslot.daemon.device.chunks import Cut, Cutter, groups, joined
+from kvslot.daemon.device.chunks import Cut, Cutter, groups, joined, size_bytes
 
 SCRIBBLE = 0xA5
 
@@ -350,8 +350,8 @@ class SimulatedDevice:
         cutter = Cutter(self._parts, joined(pieces))
         cuts: list[Cut] = []
         while not cutter.ended:
-            cut = cutter.next(1 << 62)
-            cuts += (cut._replace(first=plane, beyond=plane + 1) for plane in range(cut.first, cut.beyond))
+            group, first, beyond, source, target, length = cutter.next(1 << 62)
+            cuts += ((group, plane, plane + 1, source, target, length) for plane in range(first, beyond))
         return cuts
 
     def _held(self, batch: _Batch) -> bool:
@@ -428,16 +428,16 @@ class SimulatedDevice:
 
     def _size(self, batch: _Batch, index: int) -> int:
         if batch.cuts:
-            return batch.cuts[index].size_bytes
+            return size_bytes(batch.cuts[index])
         return batch.pieces[index][2] * sum(self._geometry.slot_bytes)
 
     def _land(self, batch: _Batch, index: int) -> None:
         spoilt = batch.fails and self._random.random() < 0.7
         batch.landed = index + 1
         if batch.cuts:
-            cut = batch.cuts[index]
-            group = self._parts[cut.group]
-            self._write(group.first + cut.first * group.every, cut.source, cut.target, cut.length, spoilt)
+            number, nth, _, source, target, length = batch.cuts[index]
+            group = self._parts[number]
+            self._write(group.first + nth * group.every, source, target, length, spoilt)
             return
         source, target, length = batch.pieces[index]
         for plane, size in enumerate(self._geometry.slot_bytes):

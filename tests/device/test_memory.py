@@ -34,9 +34,10 @@ class Held(MemoryDevice):
     def _copy(self, cut: Cut) -> None:
         self.moving.set()
         assert self.go.wait(30)
-        if cut.group == 0:
+        group, _, _, source, target, length = cut
+        if group == 0:
             width = self.geometry.slot_bytes[0]
-            self.order.append((cut.source // width, cut.target // width, cut.length // width))
+            self.order.append((source // width, target // width, length // width))
         if self.fails:
             raise RuntimeError("out of order")
         super()._copy(cut)
