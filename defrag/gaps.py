@@ -47,6 +47,9 @@ LEAST_S: Final = 80e-6
 MOST_S: Final = 0.25
 """Of one answer; who has used it up asks again."""
 
+AHEAD_S: Final = 2e-3
+"""How far ahead is planned at the least; beyond, four times the present age."""
+
 BINS_OCTAVE: Final = 32
 FLOOR_S: Final = 8e-6
 """Ages below count as this: no chunk fits into them."""
@@ -54,30 +57,39 @@ OCTAVES: Final = (
     27  # up to 18 minutes; what lasts longer stays in the last bin, whose hazard goes on falling with age
 )
 BINS: Final = BINS_OCTAVE * OCTAVES
-CENTRE: Final = 6 * BINS_OCTAVE
+CENTRE: Final = 6 * BINS_OCTAVE + BINS_OCTAVE // 2
 """Where a relative table has the running mean: short gaps lie close to it, long ones far above."""
 RATIO: Final = 2.0 ** (1 / BINS_OCTAVE)
 EDGES: Final[Floats] = np.asarray(FLOOR_S * RATIO ** np.arange(BINS + 1), dtype=np.float64)
 TAIL: Final = 1.0 - 1.0 / RATIO
 """Chance to end within one bin under the Lomax tail, whose survival falls with 1 / age."""
 
-KERNEL: Final[Floats] = np.array([1.0, 2.0, 3.0, 2.0, 1.0]) / 9.0
-"""How an observed length is spread over neighbouring bins: two to either side, 4 % of the length."""
-REACHED: Final[Floats] = np.cumsum(KERNEL[::-1])[::-1].copy()
-"""Share of the spread length that reaches each of those bins."""
+KERNEL: Final[Floats] = np.array([1.0, 2.0, 1.0]) / 4.0
+"""How an observed length is spread over neighbouring bins."""
 SPREAD: Final = len(KERNEL) // 2
 
 COUNT_GAPS: Final = 4096.0
 """Gaps after which a count has faded to 1/e."""
-LEAN: Final = 3.0
-"""Weight of the coarser table, in gaps."""
+LEAN: Final = 16.0
+"""Most weight of less telling counts, in gaps that reached an octave."""
+LEAN_HALVES: Final = 8.0
+"""The same in gaps that ended in what is halved."""
+PRIOR_ENDED: Final = 0.1
+PRIOR_REACHED: Final = 1.1
+DEPTH: Final = 5
 SCORE_FADE: Final = 0.99
 LEVEL_BINS: Final = 16  # an octave of hazard
 LEVEL_FLOOR: Final = 2.0**-16  # per second
 LEVEL_SPAN: Final = 40 * LEVEL_BINS
 LEVEL_GAPS: Final = 20_000.0
-LEVEL_START: Final = 0.1
-"""Hazard per second at which copies run before anything is known: after ten seconds of silence (1 / age)."""
+LEVEL_START: Final = 10.0
+"""Hazard per second up to which copies run before anything is known."""
+LEVEL_LOAN: Final = 2.0
+"""Steps that may be met before others have earned it."""
+LEVEL_PARTS: Final = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
+CREDIT_GAIN: Final = 10.0
+CREDIT_MOST: Final = 10.0
+RESERVE: Final = 2.0
 
 
 class GapStatistics(msgspec.Struct, frozen=True):
@@ -104,39 +116,76 @@ class GapStatistics(msgspec.Struct, frozen=True):
 
 
 class _Table:
-    """A life table: by bin of age, how many gaps reached it, and how many of those ended in it."""
+    """How many gaps ended in which bin of age."""
 
-    __slots__ = ("ended", "reached", "weight")
+    __slots__ = ("counts", "weight")
 
     def __init__(self) -> None:
-        self.ended: Floats = np.zeros(BINS)
-        self.reached: Floats = np.zeros(BINS)
+        self.counts: Floats = np.zeros(BINS)
         self.weight = 0.0
 
     def add(self, at: int, weight: float) -> None:
         """A gap ended in bin `at`."""
         at = min(max(at, SPREAD), BINS - 1 - SPREAD)
-        low, high = at - SPREAD, at + SPREAD + 1
-        self.ended[low:high] += KERNEL * weight
-        self.reached[:low] += weight
-        self.reached[low:high] += REACHED * weight
+        self.counts[at - SPREAD : at + SPREAD + 1] += KERNEL * weight
         self.weight += weight
 
     def scale(self, factor: float) -> None:
-        self.ended *= factor
-        self.reached *= factor
+        self.counts *= factor
         self.weight *= factor
 
 
-class _Curve:
-    """Hazards by bin under one family of tables in one context: chance to end in a bin, log chance to reach it."""
+def _hazards(shells: list[Floats]) -> Floats:
+    """Chance to end in each bin, for those that reached it, from disjoint counts, the most telling last.
 
-    __slots__ = ("chance", "due", "survival")
+    Octaves first: in each, of the gaps that reached it, how many ended in it.  Then every octave is halved, and its
+    halves, down to single bins: of those that ended in it, how many did in the first half.  Wherever the more telling
+    counts have seen little, the less telling ones stand in, with a weight of `LEAN` gaps at the most; where all have
+    seen nothing, one octave is as good as the next, and both halves of it are.  So a sharp edge among thousands of
+    gaps is seen sharply, and three gaps of some seconds make no island of safety between them.
+    """
+    ended: Floats = np.full(OCTAVES, PRIOR_ENDED)
+    reached: Floats = np.full(OCTAVES, PRIOR_REACHED)
+    first = [np.full(OCTAVES << depth, 0.5) for depth in range(DEPTH)]
+    whole = [np.full(OCTAVES << depth, 1.0) for depth in range(DEPTH)]
+    for counts in shells:
+        level = counts
+        sums = [level]
+        for _ in range(DEPTH):
+            level = level[0::2] + level[1::2]
+            sums.append(level)
+        keep = np.minimum(1.0, LEAN / reached)
+        ended = keep * ended + level
+        reached = keep * reached + np.cumsum(level[::-1])[::-1]
+        for depth in range(DEPTH):
+            below, above = sums[DEPTH - depth - 1], sums[DEPTH - depth]
+            keep = np.minimum(1.0, LEAN_HALVES / whole[depth])
+            first[depth] = keep * first[depth] + below[0::2]
+            whole[depth] = keep * whole[depth] + above
+    part: Floats = np.ones(OCTAVES)
+    for depth in range(DEPTH):
+        share = first[depth] / whole[depth]
+        finer: Floats = np.empty(len(part) * 2)
+        finer[0::2] = part * share
+        finer[1::2] = part * (1.0 - share)
+        part = finer
+    chance = np.minimum(ended / reached, 1 - 1e-6)
+    parts = part.reshape(OCTAVES, BINS_OCTAVE)
+    before = np.cumsum(parts, axis=1) - parts
+    out: Floats = (chance[:, None] * parts / (1.0 - chance[:, None] * before)).reshape(BINS)
+    return np.minimum(np.maximum(out, 1e-12), 1 - 1e-6)
+
+
+class _Curve:
+    """What one family of tables says in one context, by bin: chance to reach it, and to end in it then."""
+
+    __slots__ = ("chance", "due", "reach")
 
     def __init__(self, chance: Floats, due: float) -> None:
         self.chance = chance
-        self.survival: Floats = np.zeros(BINS)
-        np.cumsum(np.log1p(-chance[:-1]), out=self.survival[1:])
+        logs: Floats = np.zeros(BINS)
+        np.cumsum(np.log1p(-chance[:-1]), out=logs[1:])
+        self.reach: Floats = np.exp(np.maximum(logs, -500.0))
         self.due = due
         """When the leaf's weight has come to this, the curve is made anew."""
 
@@ -173,13 +222,13 @@ class _Engine:
         "began",
         "before",
         "busy",
-        "context",
         "ended",
         "families",
         "gap",
         "logs",
         "stalled",
         "step",
+        "told",
         "weight",
     )
 
@@ -193,7 +242,7 @@ class _Engine:
         self.families = [_Family(gain) for gain in gains]
         self.logs = [0.0] * len(gains)  # how well each family has told the gaps so far, faded
         self.weight = 1.0
-        self.context: list[tuple[tuple[int, ...], ...]] = []
+        self.told: list[tuple[float, _Curve, int]] | None = None
         self.before = -1
 
 
@@ -205,7 +254,8 @@ class GapPredictor:
     """
 
     __slots__ = (
-        "_busy", "_engines", "_gaps", "_granted_s", "_idle_s", "_level", "_level_due", "_level_weight", "_least",
+        "_asked", "_busy", "_credit", "_engines", "_gaps", "_granted_s", "_idle_s", "_least", "_level", "_level_due",
+        "_level_weight",
         "_met", "_most", "_plan", "_since", "_share", "_steps", "_surprise", "_threshold", "_until", "_roots",
         "_root_weight",
     )  # fmt: skip
@@ -233,8 +283,10 @@ class GapPredictor:
         )  # of ended gaps by hazard; the last counts what cannot be met
         self._level_weight = 1.0
         self._level_due = 0
-        self._level[_level(LEVEL_START)] += 1.0
-        self._level[-1] += 1.0 / share - 1.0
+        self._level[_level(LEVEL_START)] += LEVEL_LOAN
+        self._level[-1] += LEVEL_LOAN * (1.0 / share - 1.0)
+        self._credit = 0.0  # steps that may be met, by what has been seen, less those that were
+        self._asked = False
         self._threshold = LEVEL_START
         self._plan: tuple[float, float, list[tuple[float, float]]] | None = None
         self._until = -math.inf
@@ -266,6 +318,7 @@ class GapPredictor:
         self._learn(one, max(at - one.ended, 0.0))
         one.busy = True
         one.began = at
+        one.told = None
         if not one.stalled:
             self._busy += 1
         self._changed()
@@ -278,6 +331,7 @@ class GapPredictor:
             return
         one.busy = False
         one.step = _bin(at - one.began)
+        one.told = None
         one.ended = at
         if not one.stalled:
             self._busy -= 1
@@ -318,6 +372,7 @@ class GapPredictor:
                 self._resume(one, began)
             else:
                 one.began, one.ended, one.step = began, ended, _bin(ended - began)
+                one.told = None
                 if self._busy == 0:
                     self._since = max(self._since, ended)
                 self._changed()
@@ -346,11 +401,12 @@ class GapPredictor:
         """Seconds that may be copied from `now` on; 0: not now."""
         if self._busy:
             return 0.0
+        self._asked = True
         for start, stop in self._runs(now):
             if stop > now:
                 if start > now or stop - now < self._least:
                     return 0.0
-                granted = min(stop - now, self._most)
+                granted = int(min(stop - now, self._most) / self._least) * self._least
                 self._granted_s += granted - max(0.0, min(self._until, now + granted) - now)
                 self._until = now + granted
                 return granted
@@ -405,6 +461,7 @@ class GapPredictor:
                 self._busy -= 1
         one.ended = at
         one.gap = one.step = -1
+        one.told = None
         self._changed()
 
     def _end_gap(self, at: float) -> None:
@@ -413,6 +470,7 @@ class GapPredictor:
         self._idle_s += max(at - self._since, 0.0)
         if at < self._until:
             self._met += 1
+            self._credit -= 1.0
             self._granted_s -= self._until - at
         self._until = -math.inf
         rate = 0.0
@@ -428,15 +486,21 @@ class GapPredictor:
         if self._level_weight > 1e9:
             self._level /= self._level_weight
             self._level_weight = 1.0
+        if self._asked:
+            self._credit = min(self._credit + self._share, CREDIT_MOST)
         self._level_due -= 1
         if self._level_due <= 0:
             self._level_due = 8
+            share = self._share * min(max(1 + (self._credit - RESERVE) / CREDIT_GAIN, 0.05), 3.0)
             below = np.cumsum(self._level)
-            # The largest level so that no more than the share of begins lies below its upper end.
-            index = int(np.searchsorted(below, self._share * below[-1], side="right"))
-            start = float(below[index - 1]) if index else 0.0
-            part = (self._share * float(below[-1]) - start) / max(float(self._level[index]), 1e-300)
-            self._threshold = LEVEL_FLOOR * 2.0 ** ((index + min(part, 1.0)) / LEVEL_BINS)
+            total = float(below[-1])
+            mean = 0.0
+            for part in LEVEL_PARTS:
+                wanted = share * part * total
+                index = int(np.searchsorted(below, wanted, side="right"))
+                start = float(below[index - 1]) if index else 0.0
+                mean += index + min((wanted - start) / max(float(self._level[index]), 1e-300), 1.0)
+            self._threshold = LEVEL_FLOOR * 2.0 ** (mean / len(LEVEL_PARTS) / LEVEL_BINS)
 
     def _learn(self, one: _Engine, gap: float) -> None:
         """A gap of this engine has ended."""
@@ -450,10 +514,10 @@ class GapPredictor:
             bin_at = at + family.shift
             bin_at = min(max(bin_at, 0), BINS - 1)
             curve = self._curve(one, index, contexts[index])
-            told = float(curve.survival[bin_at]) + math.log(float(curve.chance[bin_at]))
+            told = math.log(float(curve.reach[bin_at])) + math.log(float(curve.chance[bin_at]))
             one.logs[index] = SCORE_FADE * one.logs[index] + told
             if index == best:
-                median = int(np.searchsorted(-curve.survival, math.log(2)))
+                median = int(np.searchsorted(-curve.reach, -0.5))
                 surprise = abs(median - bin_at)
             self._roots[index].add(bin_at, self._root_weight)
             for key in contexts[index]:
@@ -492,7 +556,7 @@ class GapPredictor:
                 past = min(max(past, -2), 2)
             else:
                 past = one.gap // BINS_OCTAVE
-            out.append(((), (past,), (past, one.step // (2 * BINS_OCTAVE))))
+            out.append(((), (past, one.step // (2 * BINS_OCTAVE))))
         return out
 
     def _curve(self, one: _Engine, index: int, context: tuple[tuple[int, ...], ...]) -> _Curve:
@@ -504,41 +568,52 @@ class GapPredictor:
         curve = family.curves.get(leaf)
         if curve is not None and weight < curve.due:
             return curve
-        root = self._roots[index]
-        unit = self._root_weight
-        chance = (root.ended + TAIL * unit) / (root.reached + unit)
-        unit = LEAN * one.weight
+        root = self._roots[index].counts / self._root_weight
+        shells: list[Floats] = []
+        outer: Floats = root
         for key in context:
-            table = family.tables.get(key)
-            if table is not None:
-                chance = (table.ended + unit * chance) / (table.reached + unit)
-        np.minimum(chance, 1 - 1e-9, out=chance)
-        step = min(max(weight / one.weight / 16, 1.0), 64.0)
-        curve = family.curves[leaf] = _Curve(chance, weight + step * one.weight)
+            found = family.tables.get(key)
+            inner: Floats = found.counts / one.weight if found is not None else np.zeros(BINS)
+            shells.append(np.maximum(outer - inner, 0.0))
+            outer = inner
+        shells.append(outer)
+        step = min(max(weight / one.weight / 8, 1.0), 64.0)
+        curve = family.curves[leaf] = _Curve(_hazards(shells), weight + step * one.weight)
         return curve
+
+    def _told(self, one: _Engine) -> list[tuple[float, _Curve, int]]:
+        """What the families say of the present gap: weight, curve, shift of its bins."""
+        if one.told is None:
+            contexts = self._contexts(one)
+            top = max(one.logs)
+            one.told = [
+                (math.exp(log - top), self._curve(one, index, contexts[index]), family.shift)
+                for index, (family, log) in enumerate(zip(one.families, one.logs, strict=True))
+                if log > top - 20
+            ]
+        return one.told
 
     def _rate(self, one: _Engine, age: float) -> float:
         """The hazard of one engine at one age, per second."""
-        return float(self._rates(one, np.array([_bin(age)]), np.array([age]))[0])
+        at = _bin(age)
+        above = below = 0.0
+        for weight, curve, shift in self._told(one):
+            index = min(max(at + shift, 0), BINS - 1)
+            reach = weight * float(curve.reach[index])
+            below += reach
+            above += reach * float(curve.chance[index])
+        return -math.log1p(-above / below) / (max(age, FLOOR_S) * (RATIO - 1))
 
     def _rates(self, one: _Engine, bins: npt.NDArray[np.int64], ages: Floats) -> Floats:
         """The hazards of one engine by age, whose bins are given, per second."""
-        contexts = self._contexts(one)
-        top = max(one.logs)
         above: Floats = np.zeros(len(bins))
         below: Floats = np.zeros(len(bins))
-        for index, family in enumerate(one.families):
-            log = one.logs[index] - top
-            if log < -30:
-                continue
-            curve = self._curve(one, index, contexts[index])
-            at = bins + family.shift
-            np.clip(at, 0, BINS - 1, out=at)
-            reach = np.exp(np.maximum(curve.survival[at] + log, -600.0))
+        for weight, curve, shift in self._told(one):
+            index = bins + shift if shift else bins
+            reach = curve.reach.take(index, mode="clip") * weight
             below += reach
-            above += reach * curve.chance[at]
-        width = np.maximum(ages, FLOOR_S) * (RATIO - 1)
-        rates: Floats = -np.log1p(-above / below) / width
+            above += reach * curve.chance.take(index, mode="clip")
+        rates: Floats = np.log1p(-above / below) / (np.maximum(ages, FLOOR_S) * (1 - RATIO))
         return rates
 
     def _runs(self, now: float) -> list[tuple[float, float]]:
@@ -552,7 +627,7 @@ class GapPredictor:
             return self._plan[2]
         youngest = max(one.ended for one in live)
         age = max(now - youngest, 0.0)
-        horizon = age + max(2 * self._most, age)
+        horizon = 4 * age + AHEAD_S
         first, last = _bin(age), _bin(horizon)
         edges = EDGES[first : last + 2].copy()
         edges[0] = age
