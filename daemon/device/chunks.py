@@ -81,7 +81,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
 class Cutter:
     """Where a batch has come to: `next` hands out one cut after the other, piece by piece and plane by plane."""
 
-    __slots__ = ("_byte", "_group", "_groups", "_index", "_pieces", "_plane", "ended")
+    __slots__ = ("_byte", "_group", "_groups", "_index", "_pieces", "_plane")
 
     def __init__(self, parts: Sequence[Group], pieces: Sequence[Piece]) -> None:
         self._groups = parts
@@ -90,7 +90,10 @@ class Cutter:
         self._group = 0
         self._plane = 0
         self._byte = 0  # of the present row, where it is cut
-        self.ended = not pieces
+
+    def ended(self) -> bool:
+        """Whether all has been handed out."""
+        return self._index == len(self._pieces)
 
     def next(self, room: int, weight: int = 1 << 62) -> Cut:
         """The next cut: at most `room` (>= 1) bytes in rows of at most that `weight`, but for one row, which is as
@@ -126,7 +129,6 @@ class Cutter:
         if self._group == len(self._groups):
             self._group = 0
             self._index += 1
-            self.ended = self._index == len(self._pieces)
         return cut
 
 

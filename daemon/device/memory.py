@@ -563,7 +563,7 @@ class MemoryDevice:
         batch.failed = batch.failed or any(event in self._failed for event in batch.behind)
         cutter, ordinary = batch.cutter, self._lanes[0]
         try:
-            while not (cutter.ended or batch.dropped):
+            while not (cutter.ended() or batch.dropped):
                 if lane is ordinary:
                     self._copy(cutter.next(ORDINARY_BYTES))
                     continue
@@ -578,7 +578,7 @@ class MemoryDevice:
             self._failures += 1
             self._failure_last = f"{type(error).__name__}: {error}"
         with self._work:
-            if batch.failed or not batch.cutter.ended:
+            if batch.failed or not batch.cutter.ended():
                 self._failed[batch.event] = None
                 if len(self._failed) > FAILURES_MAX:
                     oldest = next(iter(self._failed))
@@ -603,7 +603,7 @@ class MemoryDevice:
         """
         counts, ordinary, cutter, move = self._counts, self._lanes[0], batch.cutter, self._copy
         cpu = time.thread_time()
-        while not (cutter.ended or batch.dropped or ordinary.queue):
+        while not (cutter.ended() or batch.dropped or ordinary.queue):
             if self._gate is not gate:
                 return True
             allowance = gate.allowance
@@ -634,15 +634,14 @@ class MemoryDevice:
                 allowance.moving = False  # allowed anew or shut meanwhile: look again
                 continue
             self._ran = True
-            size = weighed = 0
-            left = int(weight)
+            size, weighed, left = 0, 0, int(weight)
             while True:
                 cut = cutter.next(room - size, left - weighed)
                 move(cut)
                 rows = cut[2] - cut[1]
                 size += rows * cut[5]
                 weighed += rows * (cut[5] + ROW_BYTES) + CALL_BYTES
-                if cutter.ended or room - size < CUT_BYTES_MIN or left - weighed < WEIGHT_MIN:
+                if cutter.ended() or room - size < CUT_BYTES_MIN or left - weighed < WEIGHT_MIN:
                     break
             now = time.thread_time()
             took = now - cpu
@@ -652,9 +651,7 @@ class MemoryDevice:
             counts.copied += size
             if took > 0:
                 counts.seconds += took
-                counts.bandwidth += (size / took - counts.bandwidth) / (
-                    16 if counts.chunks > 16 else counts.chunks
-                )
+                counts.bandwidth += (size / took - counts.bandwidth) / min(16, counts.chunks)
                 # Follows quickly what slows down and slowly what speeds up: rather an allowance not used up than late.
                 speed = weighed / took
                 self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)

@@ -349,7 +349,7 @@ class SimulatedDevice:
         """Each plane of each piece, as few pieces as they come to."""
         cutter = Cutter(self._parts, joined(pieces))
         cuts: list[Cut] = []
-        while not cutter.ended:
+        while not cutter.ended():
             group, first, beyond, source, target, length = cutter.next(1 << 62)
             cuts += ((group, plane, plane + 1, source, target, length) for plane in range(first, beyond))
         return cuts

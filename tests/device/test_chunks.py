@@ -14,7 +14,7 @@ WIDTHS = ((8,), (8,) * 6, (8, 4) * 3, (8, 8, 4, 4) * 3, (8, 8, 4), (4, 8, 4, 8, 
 def cuts(parts: Sequence[Group], pieces: Sequence[Piece], room: int, weight: int = 1 << 62) -> list[Cut]:
     cutter = Cutter(parts, pieces)
     result = []
-    while not cutter.ended:
+    while not cutter.ended():
         result.append(cutter.next(room, weight))
     return result
 
