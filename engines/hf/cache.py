@@ -29,6 +29,10 @@ takes a CPU many seconds, and a session whose step does not end counts as stalle
 every second, and another begins.  A forward that an exception left is undone by the next call, or by `close`: the
 tokens it appended are taken back.
 
+**Moves.** With `Client(movable=True)` the daemon may put what is published elsewhere, which the client takes over when
+a step begins.  Tables are looked up then; and a layer that finds that another step has begun since, as in a long
+forward, has them looked up again.  The private copies of `write_through` are not concerned.
+
 **Reading.** Mode `gather` reads the pool in each step: where a sequence is one run of slots as a view, without any
 copy; a few runs are put together in a buffer that all layers share; many are gathered by index.  Mode `write_through`
 keeps a private contiguous copy beside the pool: what is cached is gathered once, then each token is written to both.
@@ -123,10 +127,11 @@ class _Row:
 class _Plan:
     """What all layers do in one forward."""
 
-    __slots__ = ("fixed", "new", "past", "reads", "step_until", "total", "write_at", "write_to")
+    __slots__ = ("epoch", "fixed", "new", "past", "reads", "step_until", "total", "write_at", "write_to")
 
     def __init__(self, past: int, new: int) -> None:
         self.past, self.new, self.total = past, new, past + new
+        self.epoch = 0  # of the client, when the tables were looked up
         self.step_until = 0.0  # when the step ends between two layers, and another begins
         self.write_at = -1  # slot of the first of consecutive slots to write; -1: `write_to` has them
         self.write_to: Any = None  # LongTensor (rows * new,)
@@ -200,6 +205,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[misc]  # see above
             self.lazy_initialization(key_states, value_states)
         if time.monotonic() > plan.step_until:
             cache._next_step(plan)
+        if cache.client.epoch != plan.epoch:
+            cache._look_again(plan)
         if key_states.requires_grad or value_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
         for plane, states in ((self.key_plane, key_states), (self.value_plane, value_states)):
@@ -677,7 +684,8 @@ class PoolCache(Cache):  # type: ignore[misc]  # as above: a class that the chec
         try:
             self._copy()
             self._plan = self._plan_of(past, new)
-            # Where nothing was appended nothing was asked for, so a step's begin brings no news of these sequences.
+            # Where nothing was appended nothing was asked for, so a step's begin brings no news of these sequences but
+            # moves, and layers look for those.
             self._plan.step_until = float("inf") if added > 0 else time.monotonic() + STEP_SECONDS
         except BaseException:
             self._undo()
@@ -830,22 +838,40 @@ class PoolCache(Cache):  # type: ignore[misc]  # as above: a class that the chec
                 to[at, : max(row.pad + row.hit - past, 0)] = pad
                 to[at + 1 : at + self._group] = pad
             plan.write_to = torch.from_numpy(to.reshape(-1))
+        self._lay_out(plan)
+        return plan
+
+    def _lay_out(self, plan: _Plan) -> None:
+        """What all layers read, by the tables of now."""
+        past, total = plan.past, plan.total
+        plan.epoch = self.client.epoch
+        plan.reads.clear()
+        plan.fixed.clear()
         if self.mode == "gather":
             for layer in self.layers:
                 if layer.window not in plan.reads:
                     plan.reads[layer.window] = self._read_of(layer.start(past), total)
-            return plan
+            return
         for layer in self.layers:
             if layer.window not in plan.reads:
                 start = layer.start(past)
                 plan.reads[layer.window] = _Read(start, total - start)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self._rows):
             stop = min(row.pad + row.hit, total)
             start = max(past, row.pad)
             if stop > start:
                 slots = self._slots[number, start:stop]
                 plan.fixed += [(number * self._group + i, start, stop, slots) for i in range(self._group)]
-        return plan
+
+    def _look_again(self, plan: _Plan) -> None:
+        """A step has begun since the plan was made, and what was published may lie elsewhere by now.
+
+        What the forward writes is not published, and stays where it is.
+        """
+        for number, row in enumerate(self._rows):
+            if row.extents != row.sequence.extents:
+                self._look_up(number, row)
+        self._lay_out(plan)
 
     def _read_of(self, start: int, stop: int) -> _Read:
         """How columns [start, stop) of all rows are read."""

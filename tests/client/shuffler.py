@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from kvslot.allocator import OutOfTurn
+
 SPOILT = 0xFF
 MOVES = 24  # under way at a time
 
@@ -40,17 +42,21 @@ class Shuffler:
     def act(self) -> None:
         """Ends some moves, begins others, spoils what is free."""
         rng, pool, moves = self.rng, self.hosted.core, self.under_way
-        members = self.hosted.members.values()
+        members = tuple(self.hosted.members.values())
+        if rng.random() < 0.5:
+            for each in members:
+                self.server.sync(each, time.monotonic())  # who steps follows
         # What is told of a move stands in the stream between replies, so none may be half given.
         settled = all(each.connection is None or each.connection.settled for each in members)
-        while moves and settled and rng.random() < 0.7:
+        most = self.most if members else 0  # where nobody is, everything comes to rest
+        while moves and settled and (not most or rng.random() < 0.7):
             move, copied = moves.pop(rng.randrange(len(moves)))
             if not copied and rng.random() < 0.9:
                 self.copy(move)
                 copied = True
             pool.finish_move(move.handle, copied)
             self.server.deliver(self.hosted, time.monotonic())
-        while len(moves) < self.most and rng.random() < 0.9:
+        while len(moves) < most and rng.random() < 0.9:
             nodes = [node for node in pool.tree.live() if pool.tree.length[node] and pool.tree.parent[node]]
             if not nodes:
                 break
@@ -58,9 +64,8 @@ class Shuffler:
             whole = pool.tree.length[node]
             at = rng.choice((0, rng.randrange(whole)))
             length = rng.choice((whole - at, rng.randint(1, whole - at)))
-            with contextlib.suppress(
-                Exception
-            ):  # it is held by somebody who does not follow, or there is no room
+            # It may be held by somebody who does not follow, or there is no room.
+            with contextlib.suppress(OutOfTurn):
                 move = pool.begin_move(node, at, length)
                 early = rng.random() < 0.5
                 if early:
