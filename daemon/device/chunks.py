@@ -9,7 +9,7 @@
         plane 2 | ....ssss........tttt...  /
 
 A row costs more than its bytes: the first lines of each come from memory with nothing to hide behind.  `ROW_BYTES` is
-what that is worth (4 KiB rows were measured at 0.45 of the speed of one long row, rows of 16 KiB at 0.66), so that cuts
+what that is worth (4 KiB rows were measured at 0.55 of the speed of one long row, rows of 16 KiB at 0.7), so that cuts
 of equal weight take about the same time whatever their rows.
 """
 
@@ -24,7 +24,7 @@ CHUNK_BYTES: Final = 256 << 10
 """The most that is copied without a look at the gate: 30 to 80 us."""
 PAGE_BYTES: Final = 4096
 """A row that is cut is cut at whole pages from its start, if it can be."""
-ROW_BYTES: Final = 3072
+ROW_BYTES: Final = 2048
 """What the start of a row costs, in bytes of a long one."""
 
 

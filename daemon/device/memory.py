@@ -75,6 +75,8 @@ CUT_BYTES_MIN: Final = 4096
 """What is left of a chunk, if less, is left: a call is not worth it."""
 WEIGHT_MIN: Final = 4 * 4096
 """The same of its weight; and a chunk is not made smaller than this to fit into the time that is left."""
+TOUCHED_MIN: Final = 4
+"""Rows of a cut from which on they are touched first."""
 CHUNK_SECONDS: Final = 60e-6
 """A chunk is made smaller where it is expected to take longer than this."""
 
@@ -591,9 +593,13 @@ class MemoryDevice:
 
     def _copy(self, cut: Cut) -> None:
         group, first, beyond, source, target, length = cut
-        self._targets[group][first:beyond, target : target + length] = self._sources[group][
-            first:beyond, source : source + length
-        ]
+        sources, targets = self._sources[group], self._targets[group]
+        if beyond - first >= TOUCHED_MIN:
+            # One byte of each row first: the machine looks up many pages at a time here, and below one after the other.
+            # It holds the interpreter lock for a microsecond or two and saves up to a sixth of the copy.
+            sources[first:beyond, source].copy()
+            targets[first:beyond, target].copy()
+        targets[first:beyond, target : target + length] = sources[first:beyond, source : source + length]
         self._copied += (beyond - first) * length
 
     def _chunks(self, gate: _Gate, batch: _Batch) -> bool:
