@@ -102,6 +102,7 @@ class Index:
         "_again",
         "_at",
         "_build",
+        "_coming",
         "_dirty",
         "_entries_free",
         "_first_view",
@@ -165,6 +166,9 @@ class Index:
             set()
         )  # blocks that are planned to be emptied, until that has happened or not
         self._log: list[int] = []
+        self._coming: list[
+            int
+        ] = []  # nodes that have left where they were, and are to be entered where they are
         self._at = 0
         self._again = 0  # parked blocks that are to be looked at although their time has not come
         pool.tree.log = []
@@ -175,13 +179,8 @@ class Index:
     def feed(self, budget: int, now: float = 0.0) -> bool:
         """Looks at up to `budget` nodes and blocks that changed; True: there are more.  About 5 us for each."""
         tree = self.pool.tree
-        if self._build is not None:
-            for node in self._build:
-                self._note(node)
-                budget -= 1
-                if budget <= 0:
-                    return True
-            self._build = None
+        # All that has changed leaves before anything comes in: what stands where something else stood is then the only
+        # one there.
         while budget > 0:
             if self._at == len(self._log):
                 if not tree.log:
@@ -190,11 +189,26 @@ class Index:
             log, at = self._log, self._at
             stop = min(len(log), at + budget)
             for node in log[at:stop]:
-                self._note(node)
+                self._leave(node)
             budget -= stop - at
             self._at = stop
             if stop == len(log):
                 self._log, self._at = [], 0
+        if self._log or tree.log:
+            return True
+        coming = self._coming
+        while coming and budget > 0:
+            self._enter(coming.pop())
+            budget -= 1
+        if self._build is not None:
+            if budget <= 0:
+                return True
+            for node in self._build:
+                self._enter(node)
+                budget -= 1
+                if budget <= 0:
+                    return True
+            self._build = None
         if self.fills.count[self.levels]:
             self.unpark(now, budget)
         dirty, is_dirty, survey = self._dirty, self._is_dirty, self.survey
@@ -203,7 +217,7 @@ class Index:
             is_dirty[block] = 0
             survey(block, now)
             budget -= 1
-        return bool(dirty or self._log or tree.log or self._again)
+        return bool(dirty or coming or self._again)
 
     @property
     def complete(self) -> bool:
@@ -214,8 +228,8 @@ class Index:
         """Listens no longer."""
         self.pool.tree.log = None
 
-    def _note(self, node: int) -> None:
-        """A node's slots may have changed."""
+    def _leave(self, node: int) -> None:
+        """A node's slots may have changed: where it is known elsewhere, it is not any more."""
         tree = self.pool.tree
         heads = self._node_entry
         if node >= len(heads):
@@ -232,7 +246,23 @@ class Index:
         entry = heads[node]
         while entry:
             self._remove(entry)
-            entry, more[entry], self._entries_free = more[entry], self._entries_free, entry
+            after = more[entry]
+            more[entry] = self._entries_free
+            self._entries_free = entry
+            entry = after
+        heads[node] = 0
+        if extents:
+            self._coming.append(node)
+
+    def _enter(self, node: int) -> None:
+        """A node is known where it is now, if it is known nowhere."""
+        tree = self.pool.tree
+        heads = self._node_entry
+        if node >= len(heads):
+            heads.frombytes(bytes(4 * (max(len(tree.keys), node + 1) - len(heads))))
+        if heads[node] or not tree.parent[node] or not tree.length[node]:
+            return
+        extents = tree.extents(node)
         entry = 0
         for i in range(len(extents) - 2, -1, -2):
             entry = self._insert(node, extents[i], extents[i + 1], entry)
