@@ -36,6 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic_ns
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -552,7 +553,7 @@ class Client:
             self._epoch = words[EPOCH] = session.epoch  # before SUBMITTED: see kvslot.api.wire.page
         number = self._submitted
         if number == self._completed:
-            words[BEGAN] = time.monotonic_ns()
+            words[BEGAN] = monotonic_ns()
         self._submitted = number = number + 1
         words[SUBMITTED] = number
         words[BUSY] = 1
@@ -573,12 +574,12 @@ class Client:
                 f"step {number} completed: {self._completed} was before, and {self._submitted} is submitted"
             )
         words = self._words
-        self._completed = number
+        before, self._completed = self._completed, number
         words[COMPLETED] = number
         if number == self._submitted:
-            if words[BUSY]:
-                words[ENDED] = time.monotonic_ns()
-                words[BUSY] = 0
+            if number != before:
+                words[ENDED] = monotonic_ns()
+            words[BUSY] = 0
         if words[WAKE] and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
         if self._session.pressing():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvslot import Client
-from kvslot.api.client import Sequence
+from kvslot.api.client import Sequence, indices
 from kvslot.api.client.session import Session
 from kvslot.api.client.table import Table
 from kvslot.api.wire import BEGAN, BUSY, COMPLETED, ENDED, EPOCH, SUBMITTED, BadRequest, PeerFault
@@ -31,7 +32,7 @@ from kvslot.api.wire.messages import (
 )
 
 from .fake import Answer, fake, polite, welcome
-from .followers import Misread, live, shuffled
+from .followers import Misread, live, marks, shuffled
 from .test_table import Asking, expanded
 
 ROOM = 8
@@ -360,6 +361,49 @@ def test_every_byte_is_right_while_all_of_it_moves() -> None:
     assert {"forked with moves pending", "trimmed with moves pending", "reconnected", "hit", "read"} <= set(
         done
     ), done
+
+
+def test_S19_an_old_place_is_read_until_the_last_step_that_may() -> None:
+    """What was moved stands in its old slots, too, until it is applied and all steps of before have ended; then not."""
+    prompt = list(range(100))
+    with shuffled(1) as daemon, Client(str(daemon.socket), movable=True) as client:
+        sequence = client.admit(prompt)
+        with client.step():
+            client.pool.plane("0.k")[indices.slot_indices(sequence)] = marks(prompt).reshape(-1, 1, 1)
+        sequence.commit()
+        client.submit()
+        before = indices.slot_indices(sequence)  # as a captured graph would: of the step that is under way
+
+        def greedy() -> None:
+            """Another client takes all the memory there is, and writes to it."""
+            with Client(str(daemon.socket)) as other:
+                while isinstance(taken := other.allocate([-1] * 40), Sequence):
+                    with other.step():
+                        other.pool.plane("0.k")[indices.slot_indices(taken, taken.hit)] = -1
+
+        def reads(slots: Any) -> bool:
+            return bool(
+                (client.pool.plane("0.k")[slots].reshape(len(prompt), 8) == marks(prompt)[:, None]).all()
+            )
+
+        deadline = time.monotonic() + 10
+        while not sequence._moved and time.monotonic() < deadline:
+            client.events(0.01)
+        assert sequence._moved
+        greedy()
+        assert reads(before)  # told, and not applied
+        client.submit()
+        after = indices.slot_indices(sequence)
+        assert (before != after).any()
+        greedy()
+        assert reads(before)  # applied, and the step of before is under way
+        assert reads(after)
+        client.complete()
+        while reads(before) and time.monotonic() < deadline:
+            client.events(0.01)
+        assert not reads(before)  # ... and over: the old place is somebody else's
+        with client.step():
+            assert reads(indices.slot_indices(sequence))
 
 
 def _nothing(table: Table) -> None:
