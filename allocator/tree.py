@@ -648,8 +648,11 @@ class PrefixTree:
 
     def live(self) -> Iterator[int]:
         """All live nodes in number order, roots included; O(nodes ever)."""
-        vacant = self._vacant
-        return (node for node in range(16, len(self.keys)) if not vacant[node >> 4] >> (node & 15) & 1)
+        for cluster, bits in enumerate(self._vacant):
+            if bits != _ALL and cluster:
+                for bit in range(16):
+                    if not bits >> bit & 1:
+                        yield (cluster << 4) + bit
 
     def bytes_used(self) -> int:
         """Bytes of the columns, fans and key objects, token bytes excluded."""

@@ -27,6 +27,7 @@ from kvslot.allocator import (
 )
 from kvslot.allocator import tables as core
 from kvslot.daemon.device.simulated import Schedule
+from kvslot.defrag import Planner, Purpose
 
 from .world import Engine, Fault, Seq, World, require
 
@@ -84,13 +85,15 @@ class Driver:
         self.prompts: list[list[int]] = []
         self.tickets: dict[int, tuple[Engine, int, list[int], bool]] = {}
         self.polls = 0
+        self.planner: Planner | None = None
         self.careful = rng.random() < 0.8  # engines answer Preempt and Pressure
         for _ in range(rng.randrange(1, 4)):
             self.open()
         self.acts: list[tuple[int, Callable[[], object]]] = [
             (16, self.allocate), (12, self.serve), (14, self.step), (6, self.execute), (20, self.complete),
             (10, self.extend), (3, self.report), (12, self.commit), (5, self.fork), (5, self.trim), (9, self.free),
-            (2, self.pin), (2, self.unpin), (6, self.move), (6, self.poll), (1, self.evict), (8, self.advance),
+            (2, self.pin), (2, self.unpin), (6, self.move), (4, self.compact), (6, self.poll), (1, self.evict),
+            (8, self.advance),
             (1, self.lose), (2, self.back), (2, self.die), (4, self.sweep), (1, self.bye), (2, self.open),
             (1, self.stall), (4, self.pump), (1, self.withdraw), (1, self.abandon), (2, self.misuse),
         ]  # fmt: skip
@@ -322,6 +325,34 @@ class Driver:
         except Refusal as refusal:
             return f"refused: {refusal}"
 
+    def compact(self) -> object:
+        """A plan for some purpose, of which as much begins as may; now and then it is switched off, to begin afresh."""
+        rng, world = self.rng, self.world
+        if self.planner is not None and rng.random() < 0.1:
+            self.planner.close()
+            self.planner = None
+            for handle in list(world.moves):
+                world.pool.moves.abandon(handle)
+            return "off"
+        if len(world.moves) > 8:
+            return False
+        if self.planner is None:
+            self.planner = Planner(world.pool)
+        while self.planner.feed(rng.choice((1, 64))):
+            if rng.random() < 0.1:
+                return "is told of changes"
+        purpose = rng.choice(list(Purpose))
+        plan = self.planner.plan(rng.choice((3, 30)), purpose, world.now, blocks=rng.choice((1, 2, 4)))
+        begun = 0
+        for move in plan.moves:
+            try:
+                world.move(move.node, move.at, move.length, move.target)
+                begun += 1
+            except Refusal as refusal:
+                self.world.tally[f"planned and refused: {refusal}"[:40]] += 1
+        world.tally["planned"] += begun
+        return f"{purpose} {begun} of {len(plan.moves)}" if plan.moves else False
+
     def abandon(self) -> object:
         if not self.world.moves:
             return False
@@ -514,6 +545,8 @@ class Driver:
             else:
                 world.bye(engine)
                 world.check()
+        if self.planner is not None:
+            self.planner.close()
         while not pool.sweep(2):
             world.check()
         world.device.release()
