@@ -125,6 +125,7 @@ class Index:
         "groups_changed",
         "holes",
         "levels",
+        "now",
         "parked_free",
         "pool",
         "remaining",
@@ -165,6 +166,7 @@ class Index:
         self.emptied: set[int] = (
             set()
         )  # blocks that are planned to be emptied, until that has happened or not
+        self.now = 0.0  # the latest time told
         self._log: list[int] = []
         self._coming: list[
             int
@@ -178,6 +180,8 @@ class Index:
 
     def feed(self, budget: int, now: float = 0.0) -> bool:
         """Looks at up to `budget` nodes and blocks that changed; True: there are more.  About 5 us for each."""
+        if now > self.now:
+            self.now = now
         tree = self.pool.tree
         # All that has changed leaves before anything comes in: what stands where something else stood is then the only
         # one there.
@@ -210,12 +214,12 @@ class Index:
                     return True
             self._build = None
         if self.fills.count[self.levels]:
-            self.unpark(now, budget)
+            self.unpark(self.now, budget)
         dirty, is_dirty, survey = self._dirty, self._is_dirty, self.survey
         while dirty and budget > 0:
             block = dirty.pop()
             is_dirty[block] = 0
-            survey(block, now)
+            survey(block, self.now)
             budget -= 1
         return bool(dirty or coming or self._again)
 

@@ -26,12 +26,14 @@ import msgspec
 from kvslot.allocator.errors import OutOfTurn
 from kvslot.defrag.index import Index, hole_class
 from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
+from kvslot.defrag.windows import Piece, Windows, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvslot.allocator.pool import Pool
 
+WORK = 512  # for a plan: about 2 us each
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
 COST_MOST = 0.9  # of the slots given back: what may be paid for them
 PART = 64  # of a block: the shortest part that a piece is cut into, 2 tokens at the least
@@ -41,11 +43,6 @@ BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left a
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
 VAIN = 32  # sources looked at in vain, one after the other, from which a plan ends
-
-
-def extents_most(length: int) -> int:
-    """The extents that a node of `length` tokens may come to stand in by moves."""
-    return 2 + length // 256
 
 
 class Plans(Protocol):
@@ -73,23 +70,13 @@ class Plans(Protocol):
         ...
 
 
-class _Piece(msgspec.Struct, gc=False):
-    """Part of an extent that is to go: tokens [at, at + length) of `node`, which stand from `slot` on."""
-
-    node: int
-    at: int
-    slot: int
-    length: int
-    cuts: int  # extents that the node has more without it
-    may_be_cut: bool
-
-
 class Planner:
     """Plans for one pool, which it listens to until it is closed.  One planner a pool at a time."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.index = Index(pool)
+        self._windows: Windows | None = None
         self._page = 1
         self._gained = 0  # slots, in this pass
         self._part = max(2, pool.block_size // PART)
@@ -114,10 +101,16 @@ class Planner:
 
         `blocks`: the length of the run wanted, for the purpose `run` only.  Changes nothing of the pool.
         """
+        self.index.now = max(now, self.index.now)
         self._page = max((session.page for session in self.pool.sessions.values()), default=1)
         if purpose is Purpose.FREE_BLOCKS:
             return self._free_blocks(budget, now)
-        return Plan(purpose, [])
+        plan = Plan(purpose, [])
+        if purpose is Purpose.RUN:
+            if self._windows is None:
+                self._windows = Windows(self.index)
+            self._windows.plan(plan, budget, now, WORK)
+        return plan
 
     # -- free_blocks -------------------------------------------------------------------------------------------
 
@@ -191,11 +184,11 @@ class Planner:
         size = index.size
         low = block * size
         high = low + size
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         cost = 0
         for slot, end, entry in index.spans(block):
             node = index.entry_node[entry]
-            piece = self._piece(node, max(slot, low), min(end, high), slot, end)
+            piece = piece_of(self.pool, node, max(slot, low), min(end, high), slot, end)
             if piece is None:
                 return 0
             pieces.append(piece)
@@ -235,32 +228,14 @@ class Planner:
         plan.cost += tokens
         return size
 
-    def _piece(self, node: int, slot: int, end: int, first: int, stop: int) -> _Piece | None:
-        """What is to go of the extent [first, stop) of `node` so that [slot, end) of it goes; None if it may not."""
-        pool = self.pool
-        tree = pool.tree
-        if tree.flags[node] or (tree.holds[node] and pool.moves.readers(node) is None):
-            return None
-        extents = tree.extents(node)
-        cuts = (slot > first) + (end < stop)
-        spare = extents_most(tree.length[node]) - (len(extents) >> 1) - cuts
-        if cuts and spare < 0:
-            slot, end, spare, cuts = first, stop, spare + cuts, 0
-        at = 0
-        for i in range(0, len(extents), 2):
-            if extents[i] == first:
-                return _Piece(node, at + slot - first, slot, end - slot, cuts, spare > 0)
-            at += extents[i + 1]
-        return None  # the index has not heard of a change yet
-
-    def _place(self, piece: _Piece, used: int, undo: dict[int, list[tuple[int, int]] | None]) -> list[int]:
+    def _place(self, piece: Piece, used: int, undo: dict[int, list[tuple[int, int]] | None]) -> list[int]:
         """Slots for a piece in blocks at least `used` full, as flat extents; [] when there are none."""
         n = piece.length
         hole = self._find(n, used)
         if hole is not None:
             return [self._take(*hole, n, undo), n]
         part = self._part
-        if n < 2 * part or not piece.may_be_cut:
+        if n < 2 * part or piece.spare <= 0:
             return []
         hole = self._longest(n - part, used)
         if hole is None or hole[1] < part:
@@ -406,7 +381,7 @@ class Planner:
             self._file(block, holes)
 
 
-def _by_length(piece: _Piece) -> int:
+def _by_length(piece: Piece) -> int:
     return -piece.length
 
 

@@ -1,0 +1,530 @@
+"""Windows: stretches of `GROUP` whole blocks that can be cleared, so that free memory is usable as long runs.
+
+    blocks     |x.|.x|..|xx|##|.x|..|x.|..|xx|##|          # cannot be moved: leased, running, padding
+    windows    [ clear it ] [..] slack [ keep it ] slack
+
+Windows do not overlap and have nothing in them that cannot be moved.  They lie on multiples of their length, and between
+two obstacles where that costs one from the first block on.  What is in the way is not known beforehand: a window that
+turns out to have something in it is taken up again around it.
+
+As many windows can be clear as fit into what is free; so the emptiest are cleared until there are as many, into the
+slack, which is no use as runs anyway, and into the others, the fullest first.  Nothing goes to a window that is to be
+cleared.  Pieces take the hole that fits best, and fill holes up in parts where none is long enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvslot.defrag.index import GROUP, Index, Rings, hole_class
+from kvslot.defrag.view import Plan, PlannedMove, Purpose
+
+if TYPE_CHECKING:
+    from kvslot.allocator.pool import Pool
+
+LEVELS = 64  # of fill
+CLEAR, FULL, KEPT, LEAVING = LEVELS, LEVELS + 1, LEVELS + 2, LEVELS + 3  # further rings of windows
+NONE = 255  # no window begins in this group
+ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less is nothing
+BACK_OFF = 10.0  # seconds after which what was in the way is looked at again
+OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
+CUTS_PER = 128  # tokens of a node for each extent that it may have beyond two
+
+
+def extents_most(length: int) -> int:
+    """The extents that a node of `length` tokens may come to stand in by moves."""
+    return 2 + length // CUTS_PER
+
+
+class Piece(msgspec.Struct, gc=False):
+    """Part of an extent that is to go: tokens [at, at + length) of `node`, which stand from `slot` on."""
+
+    node: int
+    at: int
+    slot: int
+    length: int
+    cuts: int  # extents that the node has more without it
+    spare: int  # ... and may have beyond that
+
+
+def piece_of(pool: Pool, node: int, slot: int, end: int, first: int, stop: int) -> Piece | None:
+    """What is to go of the extent [first, stop) of `node` so that [slot, end) of it goes; None if it may not."""
+    tree = pool.tree
+    if tree.flags[node] or (tree.holds[node] and pool.moves.readers(node) is None):
+        return None
+    extents = tree.extents(node)
+    cuts = (slot > first) + (end < stop)
+    spare = extents_most(tree.length[node]) - (len(extents) >> 1) - cuts
+    if cuts and spare < 0:
+        slot, end, spare, cuts = first, stop, spare + cuts, 0
+    at = 0
+    for i in range(0, len(extents), 2):
+        if extents[i] == first:
+            return Piece(node, at + slot - first, slot, end - slot, cuts, spare)
+        at += extents[i + 1]
+    return None  # the index has not heard of a change yet
+
+
+class Holes:
+    """Free stretches that something may go to, by length.  Each is taken from one end, which is an end of its run."""
+
+    def __init__(self) -> None:
+        self.classes: dict[int, list[tuple[int, int, bool]]] = {}
+        self.occupied = 0
+
+    def add(self, slot: int, n: int, front: bool) -> None:
+        """[slot, slot + n), to be taken from its `front` or else from its end."""
+        c = hole_class(n)
+        members = self.classes.get(c)
+        if members is None:
+            members = self.classes[c] = []
+        members.append((slot, n, front))
+        self.occupied |= 1 << c
+
+    def best(self, n: int) -> tuple[int, int, bool] | None:
+        """Takes out the shortest of at least `n` slots, or of a few nearly as short."""
+        occupied = self.occupied >> hole_class(n) << hole_class(n)
+        while occupied:
+            c = (occupied & -occupied).bit_length() - 1
+            occupied ^= 1 << c
+            members = self.classes[c]
+            found = -1
+            for i in range(len(members) - 1, max(len(members) - 17, -1), -1):
+                if members[i][1] >= n and (found < 0 or members[i][1] < members[found][1]):
+                    found = i
+            if found >= 0:
+                return self._out(c, found)
+        return None
+
+    def longest(self, most: int) -> tuple[int, int, bool] | None:
+        """Takes out about the longest of at most `most` slots."""
+        occupied = self.occupied & ((2 << hole_class(most)) - 1)
+        while occupied:
+            c = occupied.bit_length() - 1
+            occupied ^= 1 << c
+            members = self.classes[c]
+            for i in range(len(members) - 1, max(len(members) - 17, -1), -1):
+                if members[i][1] <= most:
+                    return self._out(c, i)
+        return None
+
+    def _out(self, c: int, i: int) -> tuple[int, int, bool]:
+        members = self.classes[c]
+        members[i], members[-1] = members[-1], members[i]
+        hole = members.pop()
+        if not members:
+            self.occupied ^= 1 << c
+        return hole
+
+
+class Windows:
+    """The windows of one pool, kept up to date from the index."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.pool = index.pool
+        blocks = self.pool.config.blocks
+        self.blocks = blocks
+        self.groups = -(-blocks // GROUP)
+        self.span = GROUP * index.size  # slots
+        self.stuck = bytearray(blocks)
+        for block in range(-(-self.pool.padding // index.size)):
+            self.stuck[block] = 1
+        self.offset = bytearray(b"\xff" * self.groups)  # of the window that begins in the group
+        self.windows = Rings(self.groups, LEVELS + 4)
+        self.fills = Rings(self.groups, LEVELS + 1)  # groups by fill; none: full or empty
+        self._changed: list[int] = []
+        self._later: deque[tuple[float, int, list[int]]] = (
+            deque()
+        )  # (until, window looked at in vain, blocks stuck)
+        self._build = 0
+        self._holes = Holes()
+        self._opened: set[int] = set()
+        self._level = -1
+        self._part = max(2, self.pool.unit)
+        self.work = 0
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    def refresh(self, now: float, budget: int) -> bool:
+        """Takes in what the index heard, a group for each of `budget`; True: there is more."""
+        later = self._later
+        while later and later[0][0] <= now and budget > 0:
+            _, window, stuck = later.popleft()
+            if stuck:
+                for block in stuck:
+                    self.stuck[block] = 0
+                self._lay(stuck[0], stuck[-1])
+                budget -= 40
+            if window >= 0:
+                self._file(window)
+                budget -= 1
+        while self._build < self.groups and budget > 0:
+            group = self._build
+            self._build += 1
+            self._lay_group(group)
+            self._fill(group)
+            self._file(group)
+            budget -= 1
+        changed = self._changed
+        if not changed and self.index.groups_changed:
+            changed = self._changed = list(self.index.groups_changed)
+            self.index.groups_changed.clear()
+        while changed and budget > 0:
+            group = changed.pop()
+            if group < self._build:
+                self._fill(group)
+                self._file(group)
+                if group:
+                    self._file(group - 1)
+            budget -= 2
+        return bool(changed or self._build < self.groups)
+
+    def _fill(self, group: int) -> None:
+        used = sum(self.index.used[group * GROUP : (group + 1) * GROUP])
+        if 0 < used < self.span:
+            self.fills.put(group, used * LEVELS // self.span)
+        else:
+            self.fills.drop(group)
+
+    def _file(self, group: int) -> None:
+        """Puts the window that begins in `group` where it belongs."""
+        offset = self.offset[group]
+        if offset == NONE:
+            self.windows.drop(group)
+            return
+        start = group * GROUP + offset
+        used = sum(self.index.used[start : start + GROUP])
+        ring = CLEAR if not used else FULL if used == self.span else used * LEVELS // self.span
+        self.windows.put(group, ring)
+
+    def _lay_group(self, group: int) -> bool:
+        """Where a window begins in `group`, if anywhere; True when that is not where it was."""
+        stuck = self.stuck
+        first = group * GROUP
+        found = NONE
+        block = first
+        last = min(first + GROUP, self.blocks)
+        while block < last:
+            # The stretch without an obstacle that `block` is in.
+            high = stuck.find(1, block)
+            if high == block:
+                block += 1
+                continue
+            if high < 0:
+                high = self.blocks
+            low = stuck.rfind(1, 0, block) + 1
+            many = (high - low) // GROUP
+            start = first
+            if many and high - low <= ALIGNED_FROM and (high - -(-low // GROUP) * GROUP) // GROUP < many:
+                start += low % GROUP
+            if low <= start and start + GROUP <= high:
+                found = start - first
+                break
+            block = high + 1
+        if self.offset[group] == found:
+            return False
+        self.offset[group] = found
+        return True
+
+    def _lay(self, low: int, high: int) -> None:
+        """Obstacles have come or gone among the blocks from `low` to `high`."""
+        first = max(0, low - ALIGNED_FROM - GROUP) // GROUP
+        last = min(self.blocks - 1, high + ALIGNED_FROM + GROUP) // GROUP
+        for group in range(first, last + 1):
+            if self._lay_group(group):
+                self._file(group)
+
+    def window_of(self, block: int) -> int:
+        """The group in which the window begins that `block` is in, or -1."""
+        group = block // GROUP
+        offset = self.offset[group]
+        if offset != NONE and block >= group * GROUP + offset:
+            return group
+        if group:
+            offset = self.offset[group - 1]
+            if offset != NONE and block < group * GROUP + offset:
+                return group - 1
+        return -1
+
+    # -- plans -------------------------------------------------------------------------------------------------
+
+    def plan(self, plan: Plan, budget: int, now: float, work: int) -> None:
+        """Adds moves that clear windows to `plan`."""
+        self.work = work
+        if self.refresh(now, work):
+            plan.settled = False
+            return
+        rings = self.windows
+        if self.index.emptied or self.index.remaining:
+            pass
+        level = self._threshold()
+        if level != self._level or not self._opened:
+            self._level = level
+            self._opened.clear()
+            self._holes = Holes()
+        while level >= 0:
+            sources = rings.occupied & ((2 << level) - 1)
+            if not sources:
+                break
+            if self.work <= 0:
+                plan.settled = False
+                return
+            group = rings.first((sources & -sources).bit_length() - 1)
+            done = self._clear(group, budget - plan.cost, plan, now)
+            if not done:
+                plan.settled = False
+                return
+            if plan.cost >= budget:
+                plan.settled = False
+                return
+        if plan.moves:
+            plan.settled = False
+        self._opened.clear()
+        self._holes = Holes()
+        self._level = -1
+
+    def _threshold(self) -> int:
+        """The fill up to which windows are to be cleared, -1 for none: as many as what is free has room for."""
+        count = self.windows.count
+        wanted = self.pool.runs.total // self.span - count[CLEAR] - count[LEAVING]
+        for level in range(LEVELS):
+            if wanted <= 0:
+                return level - 1
+            wanted -= count[level]
+        return LEVELS - 1
+
+    def _clear(self, group: int, budget: int, plan: Plan, now: float) -> bool:
+        """Plans to clear a window, or knows it for one that cannot be; False: not all has been looked at."""
+        first = group * GROUP + self.offset[group]
+        pieces, stuck = self.pieces(first, first + GROUP)
+        self.work -= 8 + len(pieces)
+        if stuck:
+            for block in stuck:
+                self.stuck[block] = 1
+            self._later.append((now + BACK_OFF, -1, stuck))
+            self._lay(stuck[0], stuck[-1])
+            self.work -= 40
+            return True
+        pieces.sort(key=_by_length)
+        undo: list[tuple[int, int, bool]] = []
+        targets: list[list[int]] = []
+        for piece in pieces:
+            target = self._place(piece, undo, now)
+            if target is None:
+                for hole in undo:
+                    self._holes.add(*hole)
+                if self.work <= 0:
+                    return False
+                self._wait(group, KEPT, now)
+                return True
+            targets.append(target)
+        for piece, target in zip(pieces, targets, strict=True):
+            if plan.moves and piece.length > budget:
+                plan.settled = False
+                break
+            budget -= piece.length
+            plan.moves.append(
+                PlannedMove(piece.node, piece.at, piece.length, [piece.slot, piece.length], target)
+            )
+            plan.cost += piece.length
+        else:
+            plan.gain += self.span
+        self._wait(group, LEAVING, now)
+        return True
+
+    def _wait(self, group: int, ring: int, now: float) -> None:
+        self.windows.put(group, ring)
+        self._later.append((now + BACK_OFF, group, []))
+
+    def pieces(self, first: int, last: int) -> tuple[list[Piece], list[int]]:
+        """What is to go from the blocks [first, last), and those that something stands in which cannot."""
+        index, pool = self.index, self.pool
+        size = index.size
+        length_at, start_at = pool.runs.length_at, pool.runs.start_at
+        low, high = first * size, last * size
+        pieces: list[Piece] = []
+        stuck: set[int] = set()
+        at = low
+        for slot, end, entry in self.spans(first, last):
+            if slot > at:
+                begin = start_at.get(slot, -1)
+                if begin != at and not (at == low and 0 <= begin <= low):
+                    n = length_at.get(at, 0)
+                    stop = begin if begin > at else slot
+                    stuck.update(range((at + n) // size, (stop - 1) // size + 1))
+            piece = piece_of(pool, index.entry_node[entry], max(slot, low), min(end, high), slot, end)
+            if piece is None:
+                stuck.update(range(max(slot, low) // size, (min(end, high) - 1) // size + 1))
+            else:
+                pieces.append(piece)
+            at = end
+        if at < high:
+            n = length_at.get(at, 0)
+            if at + n < high and at > low:
+                stuck.update(range((at + n) // size, last))
+        return pieces, sorted(stuck)
+
+    def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """(slot, end, entry) of the extents that touch the blocks [first, last), in order."""
+        index = self.index
+        size, used = index.size, index.used
+        found: list[tuple[int, int, int]] = []
+        block = first
+        while block < last:
+            if used[block]:
+                spans = index.spans(block)
+                if found and spans[0][2] == found[-1][2]:
+                    del spans[0]
+                found += spans
+                if found[-1][1] > (block + 1) * size:
+                    block = found[-1][1] // size  # it covers all in between
+                    continue
+            block += 1
+        return found
+
+    # -- targets -----------------------------------------------------------------------------------------------
+
+    def _place(self, piece: Piece, undo: list[tuple[int, int, bool]], now: float) -> list[int] | None:
+        """Slots for a piece, as flat extents, or None."""
+        holes = self._holes
+        n = piece.length
+        ahead = OPENED_AHEAD
+        while True:
+            hole = holes.best(n)
+            if hole is not None:
+                if self._is_good(hole):
+                    return self._take(hole, n, undo)
+                continue
+            if not ahead:
+                break
+            ahead -= 1
+            if not self._open(now):
+                break
+        out: list[int] = []
+        spare, part, unit = piece.spare, self._part, self.pool.unit
+        taken: list[tuple[int, int, bool]] = []
+        while n:
+            hole = holes.best(n)
+            many = n
+            if hole is None and spare > 0 and n >= 2 * part:
+                hole = holes.longest(n - part)
+                if hole is not None:
+                    many = min(hole[1] // unit * unit, n - part)
+                    if many < part:
+                        holes.add(*hole)
+                        hole = None
+                spare -= 1
+            if hole is None:
+                if self.work > 0 and self._open(now):
+                    spare += many == n and spare < piece.spare and not out
+                    continue
+                for each in reversed(taken):
+                    holes.add(*each)
+                return None
+            if not self._is_good(hole):
+                continue
+            out += self._take(hole, many, taken)
+            n -= many
+        undo += taken
+        return out
+
+    def _is_good(self, hole: tuple[int, int, bool]) -> bool:
+        """Whether a hole is still free and where nothing is to be cleared."""
+        slot, n, front = hole
+        runs = self.pool.runs
+        if front:
+            if runs.length_at.get(slot, 0) < n:
+                return False
+        elif runs.start_at.get(slot + n, slot + 1) > slot:
+            return False
+        size = self.index.size
+        return self._is_target(slot // size) and self._is_target((slot + n - 1) // size)
+
+    def _take(self, hole: tuple[int, int, bool], n: int, undo: list[tuple[int, int, bool]]) -> list[int]:
+        """Plans the first or last `n` slots of a hole that was taken out."""
+        slot, length, front = hole
+        undo.append((slot, n, front) if front else (slot + length - n, n, front))
+        if length > n:
+            self._holes.add(*((slot + n, length - n, front) if front else (slot, length - n, front)))
+        return [slot, n] if front else [slot + length - n, n]
+
+    def _is_target(self, block: int) -> bool:
+        window = self.window_of(block)
+        if window < 0:
+            return True
+        ring = self.windows.ring_of[window]
+        return ring > self._level and ring not in (CLEAR, LEAVING)
+
+    def _open(self, now: float) -> bool:
+        """Adds the holes of the fullest group that has not been; False: there is none."""
+        fills = self.fills
+        opened = self._opened
+        members = fills.members
+        occupied = fills.occupied
+        while occupied:
+            level = occupied.bit_length() - 1
+            occupied ^= 1 << level
+            group = fills.before[members + level]
+            steps = fills.count[level]
+            while steps and group < members:
+                steps -= 1
+                before = fills.before[group]
+                if group not in opened:
+                    opened.add(group)
+                    self._open_group(group, now)
+                    return True
+                group = before
+        return False
+
+    def _open_group(self, group: int, now: float) -> None:
+        self.work -= 12
+        first = group * GROUP
+        last = min(first + GROUP, self.blocks)
+        block = first
+        while block < last:
+            window = self.window_of(block)
+            stop = last
+            if window >= 0:
+                stop = min(last, window * GROUP + self.offset[window] + GROUP)
+            elif self.offset[group] != NONE:
+                stop = first + self.offset[group]
+            if window >= 0 and self.windows.ring_of[window] == self._level:
+                self._wait(window, KEPT, now)  # where sources and targets meet: this one is filled
+            if window < 0 or self._is_target(block):
+                self._stretches(block, stop)
+            block = stop
+
+    def _stretches(self, first: int, last: int) -> None:
+        """Adds what is free in the blocks [first, last)."""
+        size = self.index.size
+        length_at, start_at = self.pool.runs.length_at, self.pool.runs.start_at
+        unit = self.pool.unit
+        low, high = first * size, last * size
+        at = low
+        add = self._holes.add
+        for slot, end, _ in self.spans(first, last):
+            if slot > at:
+                begin = start_at.get(slot, -1)
+                if begin >= 0 and begin <= at:
+                    # From the front where that lies beside something that stays.
+                    if slot - at >= unit:
+                        add(at, slot - at, begin == at and at > low)
+                else:
+                    n = length_at.get(at, 0)
+                    if n >= unit and at + n <= slot:
+                        add(at, n, True)
+                    if begin > at + n and slot - begin >= unit:
+                        add(begin, slot - begin, False)
+            at = end
+        if low < at < high:
+            n = min(length_at.get(at, 0), high - at)
+            if n >= unit:
+                add(at, n, True)
+
+
+def _by_length(piece: Piece) -> int:
+    return -piece.length
