@@ -13,7 +13,7 @@ import random
 import struct
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvslot.api.wire import messages
 from kvslot.api.wire.page import BEGAN, BUSY, COMPLETED, ENDED, EPOCH, SUBMITTED, WAKE
@@ -45,6 +45,9 @@ class Painter(Wire):
         )
         self._paint: dict[int, list[bytes]] = {}
         self._names = 0
+
+    def __enter__(self) -> Self:
+        return self
 
     def close(self) -> None:
         self.memory.close()
@@ -162,11 +165,13 @@ class Painter(Wire):
 
 
 def scatter(painter: Painter, *, seed: int = 1, keep: float = 0.5, free: int = 64) -> list[bytes]:
-    """Fills a pool with short prompts until `free` slots are left, and evicts all but a random part of them.
+    """Empties a pool, fills it with short prompts until `free` slots are left, and evicts a random part of them.
 
-    Returns the prompts that were kept, of which some may have been evicted all the same.
+    Returns the prompts that were to be kept, of which some may have been evicted all the same.
     """
     draw = random.Random(seed)
+    while painter.call(messages.Evict, 1 << 20).tokens:
+        pass
     prompts: list[bytes] = []
     used = 0
     while used < painter.pool.usable - free:
