@@ -1,4 +1,4 @@
-"""A control server for tests: answers Inspect, Evict and Audit about real pools on a real socket, from a thread."""
+"""A control server for tests: answers control verbs about real pools on a real socket, from a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvslot.allocator import audit
-from kvslot.api.wire import BadRequest, Denied, Reader, Refused, decode_request, encode, messages
+from kvslot.api.wire import BadRequest, Denied, NotFound, Reader, Refused, decode_request, encode, messages
 from kvslot.daemon import inspection
 
 from .views import View
@@ -29,6 +29,7 @@ class FakeDaemon:
         self.asked: list[messages.Request] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
+        self.path = str(path)
         self._socket.listen(8)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -69,6 +70,15 @@ class FakeDaemon:
                 return messages.Inspected(request.id, request.kind, rows, cursor)
             case messages.Evict():
                 return messages.Evicted(request.id, pools[request.pool].core.evict(request.tokens))
+            case messages.Defrag():
+                if request.action != "status":
+                    self.view.act(request.action, request.pool)
+                found = self.view.compaction
+                if request.pool and request.pool not in pools:
+                    raise NotFound(f"no pool {request.pool!r}; there are {', '.join(pools)}")
+                return messages.Defragged(
+                    request.id, [found[each] for each in pools if request.pool in ("", each)]
+                )
             case messages.Audit():
                 faults = self.faults or audit(pools[request.pool].core)
                 return messages.Audited(request.id, faults, 1.5)

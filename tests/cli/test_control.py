@@ -20,11 +20,12 @@ from kvslot.cli import map as pool_map
 
 from ..core.tools import admit, cache, fresh, toks
 from .control import FakeDaemon, served
-from .views import made, view_of
+from .views import compaction_of, made, view_of
 
 COMMANDS = ("status", "clients", "map", "tree", "frag", "audit")
 OTHERS = {
     "evict": ["5"], "tickets": [], "latency": [], "settings": [], "set": ["log_level", "debug"], "drain": [],
+    "defrag": ["status"],
 }  # fmt: skip
 """Commands that show no pool, each with what it needs."""
 EVERY = (*COMMANDS, *OTHERS)
@@ -419,6 +420,52 @@ def test_other_amounts_are_refused(text: str) -> None:
         evict._amount(text)
 
 
+def test_compaction_is_shown_and_switched(daemon: FakeDaemon, show: Shown) -> None:
+    """How it stands, what came of the moves, and what `start` and `stop` changed; nothing is said of what never was."""
+    plain = show("defrag", "status")
+    assert "default · idle · settled" in plain
+    assert "collisions" not in plain
+    assert "deferred" not in plain
+    daemon.view.compaction["default"] = compaction_of(
+        "default", state="moving", reason="40 % of the free memory is not in whole blocks", purpose="free_blocks",
+        progress=0.25, moves_in_flight=3, plans=2, planned=40, published=30, deferred=4, abandoned_leased=2,
+        moved_tokens=300, moved_bytes=19_200, blocks_given=12, retired_tokens=7, unpacked_pct=40.0,
+        copy_seconds=0.002, copy_bytes_per_second=2e9, steps=1000, collisions=3,
+    )  # fmt: skip
+    out = show("defrag", "status")
+    for each in ("free_blocks: 25 % of its moves, 3 being copied", "30  of 40 in 2 plans", "4  10 %", "18.8 KiB",
+                 "1.86 GiB/s", "3  of 1,000 step begins met a copy", "7  old places"):  # fmt: skip
+        assert each in re.sub(r"  +", "  ", out), out
+    assert "default · off" in show("defrag", "stop")
+    assert rows(show("defrag", "start", "--json"))[0]["mode"] == "idle"
+    assert [type(each).__name__ for each in daemon.asked][-1] == "Defrag"
+
+
+def test_what_compaction_is_told_wrongly(daemon: FakeDaemon, show: Shown) -> None:
+    """An action that there is not, and a watch over what ends, are matters of usage."""
+    assert "--watch is for status" in show("defrag", "once", "--watch", code=2)
+    assert "--watch is for status" in show("defrag", "status", "--watch", "--json", code=2)
+    with pytest.raises(SystemExit) as end:
+        show("defrag", "sideways")
+    assert end.value.code == 2
+
+
+def test_watching_compaction_prints_a_line_each_time(
+    daemon: FakeDaemon, show: Shown, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--watch goes on until it is interrupted."""
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvslot.cli.defrag.time.sleep", nap)
+    assert ctl.main(["defrag", "status", "--watch", "--socket", daemon.path]) == 130
+    assert capsys.readouterr().out.count("default: settled, 0 of 0 moves published") == 3
+
+
 def test_eviction_asks_which_pool_where_there_are_several(tmp_path: Path, show: Shown) -> None:
     """Nothing is evicted from a pool that was not named."""
     with served(tmp_path / "k.sock", view_of(a=made(), b=made())):
@@ -574,7 +621,7 @@ def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show
     assert "is it a kvslotd" in show("status", code=5)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict", "tickets"])
+@pytest.mark.parametrize("command", [*COMMANDS, "evict", "tickets", "defrag"])
 def test_an_unknown_pool_names_those_there_are(command: str, daemon: FakeDaemon, show: Shown) -> None:
     """A typing error is a matter of usage."""
     more = OTHERS.get(command, [])

@@ -14,6 +14,7 @@ from kvslot.api.wire import Namespace, messages
 from kvslot.cli import ctl
 
 from ..tools.daemon import Running, running
+from ..tools.painting import Painter, scatter
 from ..tools.wire import Wire, tokens
 
 
@@ -123,6 +124,30 @@ def test_eviction_empties_what_nobody_reads(daemon: Running, capsys: pytest.Capt
     row = document(capsys, daemon, "evict", "all", "--pool", "other")["rows"][0]
     assert (row["evicted"], row["evictable_left"], row["free"]) == (150, 0, 512)
     assert "default, other" in told(capsys, daemon, "evict", "all", code=2)
+
+
+def test_compaction_goes_on_to_rest_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """`once` says what it moved and gained, `status` what came of it, and the map is of whole free blocks then."""
+    pool = {"blocks": 65, "headroom": 0.0}
+    with (
+        running(pools=[pool], compaction="off", compaction_duty=1.0) as daemon,
+        Painter(daemon.socket) as one,
+    ):
+        kept = scatter(one)
+        before = document(capsys, daemon, "map")["totals"]
+        (row,) = document(capsys, daemon, "defrag", "once")["rows"]
+        assert row["blocks_free_after"] > row["blocks_free_before"]
+        assert row["moved_tokens_now"] == row["moved_tokens"] > 0
+        assert document(capsys, daemon, "map")["totals"] == before
+        assert sum(one.look(each) for each in kept) > 100
+        out = told(capsys, daemon, "defrag", "once")
+        assert "default · off · " in out
+        assert "longest free run" in out
+        assert "default · idle · " in told(capsys, daemon, "defrag", "start")
+        assert "default · off · " in told(capsys, daemon, "defrag", "stop", "--pool", "default")
+        with Wire(daemon.socket) as wire:
+            (same,) = wire.call(messages.Inspect, "defrag").rows
+            assert (same["pool"], same["mode"]) == ("default", "off")
 
 
 def test_every_kind_of_the_daemon_can_be_inspected(daemon: Running) -> None:

@@ -91,15 +91,34 @@ class View:
 
     pools: dict[str, Hosted]
     members: list[Member] = field(default_factory=list)
+    compaction: dict[str, messages.Compaction] = field(default_factory=dict)
     version: str = "0.test"
     boot: int = 99
     started: float = 0.0
     now: float = 70.0
     drain_left: float | None = None
     settings: Settings = field(default_factory=Settings)
-    compaction: dict[str, messages.Compaction] = field(default_factory=dict)
+
+    def act(self, action: str, pool: str) -> None:
+        """What Defrag asks for."""
+        for name, told in self.compaction.items():
+            if pool in ("", name):
+                mode = {"stop": "off", "start": "idle"}.get(action, told.mode)
+                self.compaction[name] = msgspec.structs.replace(told, mode=mode, once=action == "once")
+
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
+    )
+
+
+def compaction_of(pool: str, **fields: Any) -> messages.Compaction:
+    """How compaction of a pool stands: settled, unless said otherwise."""
+    plain: dict[str, Any] = {
+        field.name: {"str": "", "bool": False}.get(getattr(field.type, "__name__", ""), 0)
+        for field in msgspec.structs.fields(messages.Compaction)
+    }
+    return messages.Compaction(
+        **{**plain, "pool": pool, "mode": "idle", "state": "settled", "reason": "settled", **fields}
     )
 
 
@@ -111,7 +130,7 @@ def view_of(**cores: Pool) -> View:
         for session in each.core.sessions.values():
             members.append(Member(len(members) + 1, session, each))
             each.members[session.handle] = members[-1]
-    return View(hosted, members)
+    return View(hosted, members, {name: compaction_of(name) for name in cores})
 
 
 def pages(kind: str, view: View, limit: int = 0, **options: Any) -> list[list[dict[str, Any]]]:
