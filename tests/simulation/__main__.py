@@ -25,14 +25,14 @@ def main(arguments: list[str] | None = None) -> int:
         sys.modules["tests"] = tests
     histories = importlib.import_module("tests.simulation.histories")
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
-    parser.add_argument("--kind", choices=sorted(histories.KINDS), help="one kind of history only")
+    parser.add_argument("--kind", choices=sorted(histories.KINDS), nargs="+", help="these histories only")
     parser.add_argument("--seed", type=int, help="replay one seed, naming each act")
     parser.add_argument("--seeds", default="0:200", help="first:stop (default %(default)s)")
     parser.add_argument("--minutes", type=float, help="instead of --seeds: from --start on for this long")
     parser.add_argument("--start", type=int, default=1_000_000)
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(arguments)
-    kinds = [options.kind] if options.kind else sorted(histories.KINDS)
+    kinds = options.kind or sorted(histories.KINDS)
     if options.seed is not None:
         for kind in kinds:
             print(f"{kind} {options.seed}")

@@ -27,7 +27,7 @@ from kvslot.allocator import (
 )
 from kvslot.allocator import tables as core
 from kvslot.daemon.device.simulated import Schedule
-from kvslot.defrag import Planner, Purpose
+from kvslot.defrag import Greedy, Planner, Plans, Purpose
 
 from .world import Engine, Fault, Seq, World, require
 
@@ -49,25 +49,7 @@ class Driver:
         self.rng = rng = random.Random(seed)
         self.steps = steps
         self.say = say
-        block_size = rng.choice((1, 2, 4, 4, 8, 8, 16))
-        least = 3 if block_size == 1 else 2
-        self.config = PoolConfig(
-            blocks=least + rng.randrange(0, max(2, 96 // block_size)),
-            block_size=block_size,
-            opaque=rng.random() < 0.12,
-            windowed=rng.random() < 0.2,
-            watermark=rng.choice((0.0, 0.02, 0.1)),
-            quantum=rng.choice((0, 0, 1, 2, 4)),
-            fence_patience=rng.choice((0.0, 0.05)),
-            ticket_grace=rng.choice((0.1, 1.0)),
-            preempt_deadline=rng.choice((0.05, 0.5)),
-            reclaim_patience=rng.choice((0.0, 0.02)),
-            peel_max=rng.choice((2, 64)),
-            append=rng.choice(("chain", "peel")),
-            # Off the generator's path: who adds a draw has other histories.
-            ahead=not seed % 3,
-            headroom=0.003 if seed % 3 else 0.2,
-        )
+        self.config = self.configure(rng, seed)
         schedule = Schedule(
             latency_max=rng.choice((0.0, 0.1, 1.0)),
             notice_max=rng.choice((0.0, 0.1)),
@@ -85,7 +67,7 @@ class Driver:
         self.prompts: list[list[int]] = []
         self.tickets: dict[int, tuple[Engine, int, list[int], bool]] = {}
         self.polls = 0
-        self.planner: Planner | None = None
+        self.planner: Plans | None = None
         self.careful = rng.random() < 0.8  # engines answer Preempt and Pressure
         for _ in range(rng.randrange(1, 4)):
             self.open()
@@ -98,6 +80,27 @@ class Driver:
             (1, self.stall), (4, self.pump), (1, self.withdraw), (1, self.abandon), (2, self.misuse),
         ]  # fmt: skip
         self.weights = [weight for weight, _ in self.acts]
+
+    def configure(self, rng: random.Random, seed: int) -> PoolConfig:
+        block_size = rng.choice((1, 2, 4, 4, 8, 8, 16))
+        least = 3 if block_size == 1 else 2
+        return PoolConfig(
+            blocks=least + rng.randrange(0, max(2, 96 // block_size)),
+            block_size=block_size,
+            opaque=rng.random() < 0.12,
+            windowed=rng.random() < 0.2,
+            watermark=rng.choice((0.0, 0.02, 0.1)),
+            quantum=rng.choice((0, 0, 1, 2, 4)),
+            fence_patience=rng.choice((0.0, 0.05)),
+            ticket_grace=rng.choice((0.1, 1.0)),
+            preempt_deadline=rng.choice((0.05, 0.5)),
+            reclaim_patience=rng.choice((0.0, 0.02)),
+            peel_max=rng.choice((2, 64)),
+            append=rng.choice(("chain", "peel")),
+            # Off the generator's path: who adds a draw has other histories.
+            ahead=not seed % 3,
+            headroom=0.003 if seed % 3 else 0.2,
+        )
 
     def run(self) -> World:
         for number in range(self.steps):
@@ -337,12 +340,14 @@ class Driver:
         if len(world.moves) > 8:
             return False
         if self.planner is None:
-            self.planner = Planner(world.pool)
-        while self.planner.feed(rng.choice((1, 64))):
-            if rng.random() < 0.1:
-                return "is told of changes"
+            self.planner = (Planner if rng.random() < 0.5 else Greedy)(world.pool)
+        if rng.random() < 0.2:
+            self.planner.feed(1)
+            return "is told of a change"
+        while self.planner.feed(64):
+            pass
         purpose = rng.choice(list(Purpose))
-        plan = self.planner.plan(rng.choice((3, 30)), purpose, world.now, blocks=rng.choice((1, 2, 4)))
+        plan = self.planner.plan(rng.choice((3, 30, 300)), purpose, world.now, blocks=rng.choice((1, 2, 4)))
         begun = 0
         for move in plan.moves:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from .compacting import Compacting
 from .driver import Driver
 from .liveness import Load
 
@@ -19,4 +20,9 @@ def load(seed: int, say: Callable[[str], None] | None = None) -> Counter[str]:
     return Load(seed, say=say).run().tally
 
 
-KINDS: dict[str, Callable[..., Counter[str]]] = {"chaos": chaos, "load": load}
+def moves(seed: int, say: Callable[[str], None] | None = None) -> Counter[str]:
+    """Plans and moves without end, at every phase of which something else happens."""
+    return Compacting(seed, say=say).run().tally
+
+
+KINDS: dict[str, Callable[..., Counter[str]]] = {"chaos": chaos, "load": load, "moves": moves}
