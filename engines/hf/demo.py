@@ -125,7 +125,7 @@ def engine(socket: str, folder: str, name: str) -> int:
         def end(self) -> None:
             """All is said."""
 
-    with Client(socket, name=name, namespace=fingerprint.namespace(model)) as client:
+    with Client(socket, name=name, namespace=fingerprint.namespace(model), movable=True) as client:
         say("ready")
         for question in sys.stdin:
             talk = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.strip()}]
