@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvslot.benchmarks.compaction import GROUPS as COMPACTION_GROUPS
+from kvslot.benchmarks.compaction import USUAL as COMPACTION_USUAL
+from kvslot.benchmarks.compaction import run as run_compaction
 from kvslot.benchmarks.core import GROUPS, Progress, run
 from kvslot.benchmarks.engines import GROUPS as ENGINES_GROUPS
 from kvslot.benchmarks.engines import run as run_engines
@@ -12,6 +15,8 @@ from kvslot.benchmarks.rpc import GROUPS as RPC_GROUPS
 from kvslot.benchmarks.rpc import run as run_rpc
 
 __all__ = [
+    "COMPACTION_GROUPS",
+    "COMPACTION_USUAL",
     "ENGINES_GROUPS",
     "GROUPS",
     "MEMORY_GROUPS",
@@ -23,6 +28,7 @@ __all__ = [
     "Result",
     "budgets",
     "run",
+    "run_compaction",
     "run_engines",
     "run_memory",
     "run_rpc",

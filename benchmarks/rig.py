@@ -61,17 +61,28 @@ class Daemon:
     """A running kvslotd with one pool of token slots, and nobody else's."""
 
     def __init__(
-        self, folder: Path, *, slots: int, block_size: int = 16, dtype: str = "float16", **settings: object
+        self,
+        folder: Path,
+        *,
+        slots: int,
+        block_size: int = 16,
+        dtype: str = "float16",
+        layout: dict[str, object] | None = None,
+        **settings: object,
     ) -> None:
         """Starts it and waits for its socket.
 
-        `dtype` is that of the one K and the one V of a slot; `settings` are top-level ones of the configuration.
+        `dtype` is that of the one K and the one V of a slot, unless there is a `layout`; `settings` are top-level ones
+        of the configuration.
         """
         self.socket = folder / "kvslot.sock"
         self.slots = slots
         self.log = folder / "kvslotd.log"
         config = folder / "kvslotd.toml"
-        config.write_text(configuration(self.socket, slots, block_size, dtype, settings), encoding="utf-8")
+        config.write_text(
+            configuration(self.socket, slots, block_size, layout or one_number(dtype), settings),
+            encoding="utf-8",
+        )
         self._log = self.log.open("wb")
         command = [*COMMAND, "--config", str(config)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
@@ -130,15 +141,21 @@ class Daemon:
         self.close()
 
 
-def configuration(path: Path, slots: int, block_size: int, dtype: str, settings: dict[str, object]) -> str:
-    """The daemon's TOML: one pool of `slots` slots that can be handed out, with a K and a V of one number each."""
+def one_number(dtype: str) -> dict[str, object]:
+    """The smallest layout: a K and a V of one number each."""
+    return {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": dtype}
+
+
+def configuration(
+    path: Path, slots: int, block_size: int, layout: dict[str, object], settings: dict[str, object]
+) -> str:
+    """The daemon's TOML: one pool of `slots` slots that can be handed out."""
     padding = 1 if block_size > 1 else 2
     pool = {
         "name": "bench",
         "blocks": -(-slots // block_size) + padding,
         "block_size": block_size,
     }
-    layout = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": dtype}
     top: dict[str, object] = {
         "socket": str(path),
         "prefault": False,

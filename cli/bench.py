@@ -29,6 +29,12 @@ servers and load run under SCHED_FIFO where that is permitted (as root, or with 
 MEMORY: Final = """\
 Measure the memory that a daemon takes beside its pool, with 200,000 nodes of 512 tokens in its prefix tree."""
 
+COMPACTION: Final = """\
+Measure what compaction is worth and what it costs: pools compacted to rest, recorded traces with moves, the planner on
+a pool of a million blocks, copies, and a daemon that compacts while others use it. The baselines are a greedy planner,
+one large memcpy, and the same daemon at rest. The group hours runs 72 simulated hours of every trace, and only where it
+is asked for."""
+
 ENGINES: Final = """\
 Measure real engines on a pool, against the same engines with their own cache: decode steps, time to first token with
 and without a prefix that another process computed, what the client costs, memory. Each engine is measured in a process
@@ -44,6 +50,8 @@ examples:
   kvslotctl bench rpc --quick                  a small pool and short rounds: under a minute
   kvslotctl bench rpc --only one --only open
   kvslotctl bench memory                       needs 2 GiB
+  kvslotctl bench compaction                   needs 4 GiB and some twenty minutes
+  kvslotctl bench compaction --only hours      every trace for 72 simulated hours; takes hours
   kvslotctl bench engines --only hf            needs kvslot[hf]; the model is fetched once
 
 {_common.EXIT_CODES}"""
@@ -78,6 +86,15 @@ def add(subparsers: _common.Subparsers) -> None:
     rpc.set_defaults(handler=run_rpc)
     memory = _suite(suites, "memory", "the daemon's memory beside its pool", MEMORY, "daemon")
     memory.set_defaults(handler=run_memory)
+    compaction = _suite(
+        suites, "compaction", "moves: what they buy, cost and disturb", COMPACTION,
+        "packing, runs, moved, slices, copies, stop, allocate, steps, hours",
+    )  # fmt: skip
+    compaction.add_argument("--seed", type=int, default=0, metavar="N", help="for the replayed traces (0)")
+    compaction.add_argument(
+        "--no-fifo", dest="fifo", action="store_false", help="leave all priorities as they are"
+    )
+    compaction.set_defaults(handler=run_compaction)
     engines = _suite(suites, "engines", "real engines on a pool", ENGINES, "hf, vllm")
     engines.set_defaults(handler=run_engines)
 
@@ -133,6 +150,18 @@ def run_memory(arguments: argparse.Namespace) -> int:
     return _run(arguments, benchmarks.MEMORY_GROUPS, measure)
 
 
+def run_compaction(arguments: argparse.Namespace) -> int:
+    """`bench compaction`: exit code."""
+    from kvslot import benchmarks
+
+    def measure(groups: Sequence[str], report: Progress) -> Document:
+        return benchmarks.run_compaction(
+            groups, quick=arguments.quick, seed=arguments.seed, report=report, fifo=arguments.fifo
+        )
+
+    return _run(arguments, benchmarks.COMPACTION_GROUPS, measure, benchmarks.COMPACTION_USUAL)
+
+
 def run_engines(arguments: argparse.Namespace) -> int:
     """`bench engines`: exit code."""
     from kvslot import benchmarks
@@ -147,10 +176,12 @@ def _run(
     arguments: argparse.Namespace,
     known: Sequence[str],
     measure: Callable[[Sequence[str], Progress], Document],
+    usual: Sequence[str] = (),
 ) -> int:
+    """`usual`: what runs where nothing is named; all that is known if empty."""
     import msgspec
 
-    groups = arguments.only or list(known)
+    groups = arguments.only or list(usual or known)
     wrong = [name for name in groups if name not in known]
     if wrong:
         hint = _common.near(wrong[0], known)

@@ -91,7 +91,7 @@ class Compactor:
         for _ in range(REST_ROUNDS):
             if not left:
                 return
-            self._feed()
+            self._feed(now)
             self._begin(REST_TOKENS, left[0], now)
             if self._under_way:
                 self._drain()
@@ -99,8 +99,8 @@ class Compactor:
                 del left[0]
         raise Restless(f"no rest after {REST_ROUNDS:,} plans")
 
-    def _feed(self) -> None:
-        while self.planner.feed(FEED):
+    def _feed(self, now: float) -> None:
+        while self.planner.feed(FEED, now):
             pass
 
     def reading(self) -> Reading:
@@ -125,7 +125,7 @@ class Compactor:
             if self._order.purpose not in self.purposes:
                 self.pace.planned(self._order, 0, self.reading(), now)
                 continue
-            self._feed()
+            self._feed(now)
             self._begin(PLAN_TOKENS, self._order.purpose, now)
             self.pace.planned(self._order, len(self._under_way), self.reading(), now)
             if self._under_way:

@@ -1,0 +1,382 @@
+"""`kvslotctl bench compaction`: what moves are worth, what they cost, and who notices.
+
+    packing   pieces of which a random half was freed, compacted to rest, see pieces.py
+    runs      the same for free memory in runs of 32 blocks, without leases and with a fifth of the nodes leased
+    moved     every bundled trace replayed with compaction, then emptied night by night: bytes moved per byte of whole
+              blocks given back, by the planner and by the greedy one
+    slices    a pool of 1,000,000 blocks: the longest time that the planner takes at a stretch
+    copies    the device's low-priority copies against memcpy, see copies.py
+    stop      from the begin of a step to the last byte copied, see copies.py
+    allocate  requests of others while a daemon compacts at half duty, and while it does not, see compacting.py
+    steps     an engine's steps on a pool that is compacted in its gaps, and on the same pool at rest, see compacting.py
+    hours     72 simulated hours of every trace; takes hours, so that it runs only where it is asked for
+
+Ratios are taken within one run: both planners have the same traces, both sides of a loop take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvslot import replay
+from kvslot.benchmarks import copies, pieces
+from kvslot.benchmarks.measure import clock, clock_cost_ns, quiet_collector
+from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
+from kvslot.benchmarks.rig import Realtime
+from kvslot.defrag import Planner, Purpose
+from kvslot.replay.policies import Shrinking
+
+GROUPS: Final = ("packing", "runs", "moved", "slices", "copies", "stop", "allocate", "steps", "hours")
+"""In the order they run."""
+USUAL: Final = GROUPS[:-1]
+"""Without what takes hours."""
+
+LIVE: Final = 64
+POOL_FACTOR: Final = 1.5
+BLOCK_SIZES: Final = (16, 528)
+NIGHTS: Final = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Shares of the slots in use to which a pool is emptied after a replay, one after the other."""
+TOKENS_MAX: Final = 20_000_000
+"""Prompt tokens of a trace that are replayed; the longest traces would take an hour each."""
+QUICK: Final = ("sgd_a", "mtbench101_a", "taubench_airline_a")
+QUICK_REQUESTS: Final = 1_000
+PLAN_TOKENS: Final = 2_048
+"""Of a plan, where a slice is timed: a megabyte to a quarter of a gigabyte, several gaps' worth."""
+FEED: Final = 256
+PLANS: Final = 400
+HOURS: Final = 72.0
+SUITE: Final = "compaction"
+
+Progress = Callable[[str, float], None]
+
+
+class Size(NamedTuple):
+    """How much is done."""
+
+    pieces: int = 60_000
+    pieces_large: int = 20_000
+    blocks: int = 40_000
+    blocks_large: int = 1_000_000
+
+
+FULL: Final = Size()
+SMALL: Final = Size(pieces=10_000, pieces_large=4_000, blocks=10_000, blocks_large=100_000)
+
+
+def row(name: str, value: float, samples: int | None = None, note: str = "", **words: str) -> Result:
+    """A row of this suite; `words` (unit, what, ratio_to) where it has no budget."""
+    return result(name, value, samples=samples, note=note, suite=SUITE, **words)
+
+
+# -- to rest ----------------------------------------------------------------------------------------------------------
+
+
+def measure_packing(size: Size, report: Progress) -> list[Result]:
+    """Blocks of 16 and 528 slots."""
+    results = []
+    cases = ((16, 15, size.pieces), (528, 500, size.pieces_large))
+    for nth, (block_size, longest, count) in enumerate(cases):
+        report(f"packing, block {block_size}", nth / len(cases))
+        made = pieces.half(block_size, longest, count)
+        done = pieces.to_rest(made.pool, (Purpose.FREE_BLOCKS,))
+        note = f"{done.packing_before:.3f} before; {done.moves:,} moves, {_price(done)}"
+        results.append(row(f"packing_{block_size}", done.packing, count, note))
+    return results
+
+
+def _price(done: pieces.Rested) -> str:
+    if not done.given_back:
+        return "no block given back"
+    return f"{done.moved_tokens / done.given_back:.2f} tokens moved for each slot of the blocks given back"
+
+
+def measure_runs(size: Size, report: Progress) -> list[Result]:
+    """Free memory in runs of 32 blocks."""
+    kinds: dict[str, pieces.Lengths] = {
+        "short": pieces.short,
+        "medium": pieces.medium,
+        "traces": pieces.traced(4096),
+    }
+    results: list[Result] = []
+    free: dict[str, pieces.Rested] = {}
+    for nth, (name, lengths) in enumerate(kinds.items()):
+        report(f"runs of 32 blocks, {name}", nth / len(kinds))
+        # Blocks first: whole blocks are what runs are made of.
+        free[name] = pieces.to_rest(
+            pieces.sixty(lengths, blocks=size.blocks).pool, (Purpose.FREE_BLOCKS, Purpose.RUN)
+        )
+        report(f"runs of 32 blocks, {name}, leases", (nth + 0.5) / len(kinds))
+        leased = pieces.to_rest(
+            pieces.sixty(lengths, blocks=size.blocks, leased=pieces.LEASED).pool,
+            (Purpose.FREE_BLOCKS, Purpose.RUN),
+        )
+        results.append(
+            row(
+                f"usable_runs_leased_{name}",
+                leased.runs / leased.bound if leased.bound else 1.0,
+                note=f"bound: {100 * leased.bound:.1f} % of what is free; {100 * leased.runs_before:.1f} % before, "
+                f"{100 * leased.runs:.1f} % after; {leased.moves:,} moves",
+            )
+        )
+    worst = min(free.values(), key=lambda each: each.runs)
+    note = "; ".join(
+        f"{name} {100 * each.runs_before:.1f} -> {100 * each.runs:.1f} % (bound {100 * each.bound:.1f})"
+        for name, each in free.items()
+    )
+    return [row("usable_runs", worst.runs, len(free), note), *results]
+
+
+# -- what moves cost --------------------------------------------------------------------------------------------------
+
+
+class Trade(NamedTuple):
+    """Tokens moved, and slots of whole blocks that they gave back."""
+
+    moved: int
+    given_back: int
+
+    @property
+    def price(self) -> float:
+        return self.moved / self.given_back if self.given_back > 0 else float("inf")
+
+
+def bundled(*, quick: bool, skipped: dict[str, str]) -> Iterator[replay.Trace]:
+    """The traces, cut to TOKENS_MAX tokens; says what is not replayed in whole."""
+    for name, path in replay.bundled().items():
+        if quick and name not in QUICK:
+            continue
+        trace = replay.load(path)
+        tokens = count = 0
+        for length in trace.prompt_len:
+            tokens += length
+            if tokens > TOKENS_MAX or (quick and count == QUICK_REQUESTS):
+                break
+            count += 1
+        if count < len(trace):
+            skipped[f"rest of {name}"] = f"the first {count:,} of {len(trace):,} requests were replayed"
+            trace = trace.head(max(1, count))
+        yield trace
+
+
+def sized(trace: replay.Trace, block_size: int, seed: int, **changes: object) -> replay.ReplayConfig:
+    """A replay of `slotted` in a pool of POOL_FACTOR times what runs at once."""
+    config = replay.ReplayConfig(
+        policy="slotted", block_size=block_size, pool_tokens=1 << 26, live=LIVE, seed=seed
+    )
+    pool_tokens = max(int(POOL_FACTOR * replay.peak_live_tokens(trace, config)), 4 * block_size)
+    return msgspec.structs.replace(config, pool_tokens=pool_tokens, **changes)
+
+
+def trade(config: replay.ReplayConfig, trace: replay.Trace, expander: replay.Expander) -> Trade:
+    """Replays with moves for whole blocks, then empties the pool night by night, with compaction to rest each time."""
+    outcome = replay.replay(trace, config, expander=expander)
+    policy = outcome.policies[0]
+    assert isinstance(policy, Shrinking)
+    for share in NIGHTS:
+        policy.shrink(share, outcome.recorder.end)
+        policy.rest(outcome.recorder.end)
+    counted = policy.counters()
+    return Trade(counted.moved_tokens, counted.given_back * config.block_size)
+
+
+def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str, str]) -> list[Result]:
+    """Both planners on every trace."""
+    found: dict[str, tuple[Trade, Trade]] = {}
+    names = [name for name in replay.bundled() if not quick or name in QUICK]
+    for nth, trace in enumerate(bundled(quick=quick, skipped=skipped)):
+        expander = replay.Expander(trace)
+        for at, size in enumerate(BLOCK_SIZES):
+            report(f"moved for blocks, {trace.name}, block {size}", (nth + at / 2) / len(names))
+            config = sized(trace, size, seed, compaction="forced", purposes=("free_blocks",))
+            ours = trade(config, trace, expander)
+            greedy = trade(msgspec.structs.replace(config, planner="greedy"), trace, expander)
+            found[f"{trace.name}_{size}"] = ours, greedy
+    results = []
+    judged: dict[str, float] = {}
+    for name, (ours, greedy) in found.items():
+        if greedy.given_back > 0 and greedy.moved:
+            judged[name] = ours.price / greedy.price
+        results.append(
+            row(
+                f"moved_per_given_back_{name}",
+                judged.get(name, 0.0),
+                unit="x",
+                what="bytes moved per byte of whole blocks given back",
+                ratio_to="greedy",
+                note=f"{ours.moved:,} tokens for {ours.given_back:,} slots, greedy {greedy.moved:,} for "
+                f"{greedy.given_back:,}" + ("" if name in judged else "; nothing to compare"),
+            )
+        )
+    ours, greedy = (Trade(*map(sum, zip(*side, strict=True))) for side in zip(*found.values(), strict=True))
+    worst = max(judged, key=lambda name: judged[name])
+    return [
+        row("moved_per_given_back_worst", judged[worst], len(judged), f"worst: {worst}"),
+        row(
+            "moved_per_given_back",
+            ours.price / greedy.price,
+            len(found),
+            f"{ours.price:.3f} bytes a byte, greedy {greedy.price:.3f}; "
+            f"{ours.given_back:,} slots given back, greedy {greedy.given_back:,}",
+        ),
+        *results,
+    ]
+
+
+def measure_slices(size: Size, cost: int, report: Progress) -> list[Result]:
+    """The planner on a large pool: what it takes note of, and what it plans, in slices of thread CPU time."""
+    report(f"filling a pool of {size.blocks_large:,} blocks", 0.0)
+
+    def lengths(rng: pieces.Random) -> int:
+        return pieces.short(rng) if rng.random() < 0.8 else pieces.medium(rng)
+
+    made = pieces.sixty(lengths, blocks=size.blocks_large)
+    pool = made.pool
+    report("planning", 0.7)
+    slices: dict[str, list[int]] = {"feed": []}
+    planner = Planner(pool)
+
+    def feed() -> None:
+        more = True
+        while more:
+            began = clock()
+            more = planner.feed(FEED)
+            slices["feed"].append(clock() - began)
+
+    feed()
+    for purpose in Purpose:
+        times = slices.setdefault(purpose.value, [])
+        for _ in range(PLANS):
+            began = clock()
+            plan = planner.plan(PLAN_TOKENS, purpose)
+            times.append(clock() - began)
+            for each in plan.moves:
+                move = pool.begin_move(each.node, each.at, each.length, each.target)
+                pool.finish_move(move.handle)
+            feed()
+            if not plan.moves and plan.settled:
+                break
+    planner.close()
+    worst = {name: max(0, max(times) - cost) / 1e6 for name, times in slices.items()}
+    note = "; ".join(f"{name} {each:.2f} ms of {len(slices[name]):,}" for name, each in worst.items())
+    return [
+        row(
+            "slice_ms_max",
+            max(worst.values()),
+            sum(map(len, slices.values())),
+            f"{pool.tree.nodes:,} nodes; longest: {note}; a feed of {FEED} changes, a plan of {PLAN_TOKENS:,} tokens",
+        )
+    ]
+
+
+# -- hours ------------------------------------------------------------------------------------------------------------
+
+
+def measure_hours(
+    *, seed: int, report: Progress, hours: float = HOURS, names: Sequence[str] = (), block_size: int = 16
+) -> list[Result]:
+    """Each trace round and round, with moves in its gaps: is the last hour's pool as good as the first one's?"""
+    results = []
+    worst = 0.0
+    at = ""
+    found = replay.bundled()
+    names = names or list(found)
+    for nth, name in enumerate(names):
+
+        def tell(share: float, name: str = name, nth: int = nth) -> None:
+            report(f"{name} for {hours:g} simulated hours", (nth + share) / len(names))
+
+        trace = replay.load(found[name])
+        config = sized(trace, block_size, seed, compaction="idle", hours=hours)
+        rows = {each.phase: each for each in replay.replay(trace, config, progress=tell).rows}
+        first, last = (rows[phase] for phase in ("first_hour", "last_hour"))
+        a, b = (each.internal_fragmentation_pct.mean for each in (first, last))
+        ratio = b / a if a else float(b > 0)
+        if ratio >= worst:
+            worst, at = ratio, name
+        results.append(
+            row(
+                f"last_hour_fragmentation_{name}",
+                ratio,
+                unit="x",
+                what="internal fragmentation of the last hour",
+                ratio_to="the first",
+                note=f"{a:.3f} % -> {b:.3f} %; {rows['all'].moved_tokens:,} tokens moved, "
+                f"{first.moved_tokens:,} in the first hour, {last.moved_tokens:,} in the last",
+            )
+        )
+    return [
+        row("last_hour_fragmentation", worst, len(results), f"worst: {at}; {hours:g} hours each"),
+        *results,
+    ]
+
+
+# -- the suite --------------------------------------------------------------------------------------------------------
+
+
+def run(
+    groups: Sequence[str] = USUAL,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    command: Sequence[str] | None = None,
+    report: Progress | None = None,
+    fifo: bool = True,
+) -> Document:
+    """Measures the budgets of `groups`, in order of GROUPS.  Raises ValueError for an unknown group."""
+    check_groups(groups, GROUPS)
+    wanted = [group for group in GROUPS if group in groups]
+    began = time.monotonic()
+    size = SMALL if quick else FULL
+    cost = clock_cost_ns()
+    document = Document(
+        meta=meta(wanted, quick=quick, seed=seed, cost_ns=cost, command=command, suite=SUITE), results=[]
+    )
+    realtime = Realtime(fifo)
+    document.meta.priority = realtime.words if {"allocate", "steps"} & set(wanted) else ""
+    with quiet_collector():
+        for index, group in enumerate(wanted):
+
+            def tell(words: str, share: float, index: int = index) -> None:
+                if report is not None:
+                    report(words, (index + share) / len(wanted))
+
+            tell(group, 0.0)
+            document.results += _measure(group, size, quick, seed, cost, tell, document, realtime)
+    document.meta.wall_s = round(time.monotonic() - began, 1)
+    return document
+
+
+def _measure(
+    group: str,
+    size: Size,
+    quick: bool,
+    seed: int,
+    cost: int,
+    tell: Progress,
+    document: Document,
+    realtime: Realtime,
+) -> list[Result]:
+    match group:
+        case "packing":
+            return measure_packing(size, tell)
+        case "runs":
+            return measure_runs(size, tell)
+        case "moved":
+            return measure_moved(quick=quick, seed=seed, report=tell, skipped=document.meta.skipped)
+        case "slices":
+            return measure_slices(size, cost, tell)
+        case "copies":
+            return copies.copy_speed(quick=quick, seed=seed, report=tell)
+        case "stop":
+            return copies.step_to_last_byte(quick=quick, seed=seed, report=tell)
+        case "hours":
+            return measure_hours(seed=seed, report=tell, names=QUICK if quick else ())
+        case _:
+            from kvslot.benchmarks import compacting
+
+            measure = compacting.measure_allocate if group == "allocate" else compacting.measure_steps
+            return measure(document=document, quick=quick, report=tell, realtime=realtime)
