@@ -18,8 +18,9 @@ Events are numbered by lane in the order of their copies and a lane ends them in
 one number a lane and only failures are remembered.  `completion` looks at that number; nothing waits for the thread but
 `close`.
 
-A chunk's time is the thread's CPU time: after it the thread may wait for the interpreter lock for milliseconds, in
-which nothing is copied.
+Between two chunks the thread needs the interpreter lock.  A chunk's time is therefore the thread's CPU time: after it
+the thread may wait for milliseconds, in which nothing is copied.  And a loop that is at work pays for every time that
+the thread takes the lock, since it has to be woken anew: chunks come a millisecond apart then.
 
 Checked as the simulated device checks it: pieces within the pool, targets apart from each other, from the sources of
 their batch, and (up to `WATCHED_MAX` pieces under way) from what other copies still write.
@@ -77,6 +78,11 @@ WEIGHT_MIN: Final = 4 * 4096
 """The same of its weight; and a chunk is not made smaller than this to fit into the time that is left."""
 TOUCHED_MIN: Final = 4
 """Rows of a cut from which on they are touched first."""
+BUSY_SHARE: Final = 0.25
+"""Of the time since the chunk before: if the thread that allowed the copies was at work for as long, this one rests."""
+REST_SECONDS_MIN: Final = 50e-6
+REST_SECONDS_MAX: Final = 1e-3
+"""How long: from the first doubled each time in a row.  A chunk a millisecond costs a busy loop some 5 %."""
 CHUNK_SECONDS: Final = 60e-6
 """A chunk is made smaller where it is expected to take longer than this."""
 
@@ -141,11 +147,12 @@ class _Allowance:
 class _Gate:
     """Open while it has an allowance."""
 
-    __slots__ = ("allowance", "began", "watch")
+    __slots__ = ("allowance", "began", "caller", "watch")
 
     def __init__(self, watch: Watch, began: Callable[[], float] | None) -> None:
         self.watch = watch
         self.began = began
+        self.caller = time.pthread_getcpuclockid(threading.get_ident())
         self.allowance: _Allowance | None = None
 
 
@@ -237,6 +244,9 @@ class MemoryDevice:
         self._gate: _Gate | None = None
         self._counts = _Counts()
         self._speed = SPEED_FIRST  # weight a second, lately
+        self._rest = 0.0  # before the next chunk
+        self._rested = False  # and whether that has been
+        self._worked = self._worked_at = 0.0  # CPU time of the gate's caller as of then
         self._ran = False  # a chunk was copied since the gate last shut
         self._last = 0.0  # when the last gated byte was copied
         self._lanes = (_Lane(0), _Lane(1))
@@ -610,10 +620,16 @@ class MemoryDevice:
         counts, ordinary, cutter, move = self._counts, self._lanes[0], batch.cutter, self._copy
         cpu = time.thread_time()
         while not (cutter.ended() or batch.dropped or ordinary.queue):
+            if self._rest and not self._rested:
+                self._rested = True
+                time.sleep(self._rest)
+                cpu = time.thread_time()
+                continue
             if self._gate is not gate:
                 return True
             allowance = gate.allowance
             if allowance is None:
+                self._rest = 0.0
                 return False
             # From here on `allow(0)` takes it that a chunk is under way.
             allowance.moving = True
@@ -649,6 +665,8 @@ class MemoryDevice:
                 weighed += rows * (cut[5] + ROW_BYTES) + CALL_BYTES
                 if cutter.ended() or room - size < CUT_BYTES_MIN or left - weighed < WEIGHT_MIN:
                     break
+                if time.monotonic() - start > CHUNK_SECONDS:
+                    break  # it had to wait between two cuts, and somebody's step may have begun
             now = time.thread_time()
             took = now - cpu
             cpu = now
@@ -665,7 +683,24 @@ class MemoryDevice:
             allowance.moving = False
             if allowance.shut_at:
                 counts.closed(max(0.0, self._last - allowance.shut_at))
+            self._look_at(gate)
         return True
+
+    def _look_at(self, gate: _Gate) -> None:
+        """Whether the loop is at work: then the next chunk comes after a rest.
+
+        Whenever this thread takes the interpreter lock while the loop runs, the loop has to be woken anew.
+        """
+        try:
+            worked, at = time.clock_gettime(gate.caller), time.monotonic()
+        except OSError:
+            return  # the thread that set the gate is no more
+        if worked - self._worked < BUSY_SHARE * (at - self._worked_at):
+            self._rest = 0.0
+        else:
+            self._rest = min(max(2 * self._rest, REST_SECONDS_MIN), REST_SECONDS_MAX)
+            self._rested = False
+        self._worked, self._worked_at = worked, at
 
     def _shut(self, gate: _Gate, allowance: _Allowance, began: float, *, watched: bool) -> bool:
         """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on.  `began`: the step, or 0."""
@@ -688,6 +723,7 @@ class MemoryDevice:
                     late = max(0.0, self._last - allowance.deadline)
             counts.closed(late)
             self._ran = False
+            self._rest = 0.0
         if self.notify is not None:
             self.notify()
         return False

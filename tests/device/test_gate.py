@@ -377,6 +377,37 @@ def test_chunk_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     device.close()
 
 
+def test_chunks_rest_while_the_loop_works(monkeypatch: pytest.MonkeyPatch, device: Gated) -> None:
+    """Chunks come one rest apart while the thread that set the gate is at work, and at once while it is not."""
+    memory = "kvslot.daemon.device.memory"
+    monkeypatch.setattr(f"{memory}.REST_SECONDS_MIN", 1000.0)
+    monkeypatch.setattr(f"{memory}.BUSY_SHARE", LONG)
+    device.gate(Watch())
+    device.copy(device.low, PIECES)
+    device.allow(LONG)
+    device.wait()
+    monkeypatch.setattr(f"{memory}.REST_SECONDS_MIN", 0.01)
+    monkeypatch.setattr(f"{memory}.REST_SECONDS_MAX", 0.02)
+    monkeypatch.setattr(f"{memory}.BUSY_SHARE", 0.0)
+    before, began = device.gated().chunks, time.monotonic()
+    device.copy(device.low, [(20, 21, 1)])
+    device.wait()
+    assert device.gated().chunks - before > 3
+    assert time.monotonic() - began > 0.01 * 3
+    assert device.right(CAME_FROM | {21: 20})
+
+
+def test_gate_set_by_a_thread_that_has_ended(device: Gated) -> None:
+    """Nobody has to be left of whoever set the gate."""
+    setter = threading.Thread(target=lambda: device.gate(Watch()))
+    setter.start()
+    setter.join()
+    device.copy(device.low, PIECES)
+    device.allow(LONG)
+    device.wait()
+    assert device.right(CAME_FROM)
+
+
 # -- both devices -------------------------------------------------------------------------------------------------
 
 
