@@ -182,7 +182,9 @@ def scatter(painter: Painter, *, seed: int = 1, keep: float = 0.5, free: int = 6
     kept = [each for each in prompts if draw.random() < keep]
     for each in kept:
         painter.look(each)
-    painter.call(messages.Evict, used - sum(len(each) // 4 for each in kept))
+    left = used - sum(len(each) // 4 for each in kept)
+    while left > 0 and (gone := painter.call(messages.Evict, left).tokens):
+        left -= gone
     return kept
 
 
