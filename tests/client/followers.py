@@ -76,8 +76,9 @@ class Flight:
 class Follower:
     """One client that does as its generator says."""
 
-    def __init__(self, path: str, seed: int, **options: Any) -> None:
+    def __init__(self, path: str, seed: int, *, families: int = 3, **options: Any) -> None:
         self.random = random.Random(seed)
+        self.families = families  # of prompts that begin alike
         self.client = Client(path, **{"movable": True, **options})
         self.planes = [self.client.pool.plane(name) for name in self.client.pool.planes]
         self.running: list[Request] = []
@@ -201,7 +202,7 @@ class Follower:
         rng = self.random
         if len(self.running) >= BUSIEST:
             return
-        family, length = rng.randrange(3), rng.randint(1, 120)
+        family, length = rng.randrange(self.families), rng.randint(1, 120)
         tokens = [family * 1000 + i for i in range(length)]
         if rng.random() < 0.5:
             tokens[rng.randrange(length) :] = [rng.randrange(5)]
@@ -295,27 +296,35 @@ def compacted(seed: int, mode: str = "forced") -> Iterator[Running]:
         "compaction_duty": 1.0,
         "compaction_run_blocks": 8,
     }
-    with _daemon(f"{INSTALL}({seed}, moves=0)", 0, compaction=mode, **settings) as daemon:
+    with _daemon(f"{INSTALL}({seed}, moves=0)", 0, 256, compaction=mode, **settings) as daemon:
         yield daemon
 
 
 @contextmanager
-def _daemon(first: str, code: int | None, **settings: Any) -> Iterator[Running]:
+def _daemon(first: str, code: int | None, blocks: int = 64, **settings: Any) -> Iterator[Running]:
     import importlib
 
     running = importlib.import_module("tests.tools.daemon").running
-    pools = [{"blocks": 64, "preempt_deadline_ms": 20, "reclaim_patience_ms": 5}]
+    pools = [{"blocks": blocks, "preempt_deadline_ms": 20, "reclaim_patience_ms": 5}]
     with running(pools=pools, first=first, code=code, **settings) as daemon:
         yield daemon
 
 
-def live(path: str, seed: int, turns: int, engines: int = 3) -> dict[str, int]:
-    """Engines that live for so many turns; what they did together."""
+def live(path: str, seed: int, turns: int, engines: int = 3, *, compacting: int = 0) -> dict[str, int]:
+    """Engines that live for so many turns; what they did together.
+
+    `compacting`: turns between two demands on the daemon to gain by moves what it can (0: none).
+    """
     rng = random.Random(seed)
     done: dict[str, int] = {}
-    all_of_them = [Follower(path, 10 * seed + i) for i in range(engines)]
+    families = 40 if compacting else 3
+    all_of_them = [Follower(path, 10 * seed + i, families=families) for i in range(engines)]
     try:
         for turn in range(turns):
+            if compacting and not turn % compacting:
+                with Control(path) as control:
+                    control.evict(rng.randrange(1, 1500))  # holes
+                    control.defrag("once")
             rng.choice(all_of_them).act()
             if not turn % 50:
                 for each in all_of_them:
@@ -348,7 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
     while time.monotonic() < until:
         there = compacted(seed, options.compaction) if options.compaction else shuffled(seed)
         with there as daemon:
-            for what, count in live(str(daemon.socket), seed, options.turns).items():
+            compacting = 40 if options.compaction else 0
+            for what, count in live(str(daemon.socket), seed, options.turns, compacting=compacting).items():
                 total[what] = total.get(what, 0) + count
         seed += 1
     print(f"{seed - options.start} seeds from {options.start} on: every byte was right")

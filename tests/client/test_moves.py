@@ -32,7 +32,7 @@ from kvslot.api.wire.messages import (
 )
 
 from .fake import Answer, fake, polite, welcome
-from .followers import Misread, live, marks, shuffled
+from .followers import Misread, compacted, live, marks, shuffled
 from .test_table import Asking, expanded
 
 ROOM = 8
@@ -361,6 +361,17 @@ def test_every_byte_is_right_while_all_of_it_moves() -> None:
     assert {"forked with moves pending", "trimmed with moves pending", "reconnected", "hit", "read"} <= set(
         done
     ), done
+
+
+def test_every_byte_is_right_beside_the_compactor() -> None:
+    """The same with the daemon's own compactor, which moves what running sequences read, too."""
+    applied = 0
+    for seed in range(8):
+        with compacted(seed) as daemon:
+            applied += live(str(daemon.socket), seed, 500, compacting=25)["applied"]
+        if applied:
+            return
+    raise AssertionError("nothing was moved that somebody reads")
 
 
 def test_S19_an_old_place_is_read_until_the_last_step_that_may() -> None:
