@@ -42,7 +42,6 @@ LOOKS = 96  # blocks looked at for one hole
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
-VAIN = 32  # sources looked at in vain, one after the other, from which a plan ends
 
 
 class Plans(Protocol):
@@ -79,6 +78,7 @@ class Planner:
         self._windows: Windows | None = None
         self._page = 1
         self._gained = 0  # slots, in this pass
+        self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
     def feed(self, budget: int = 256, now: float = 0.0) -> bool:
@@ -137,30 +137,19 @@ class Planner:
             return plan
         fills = index.fills
         most = self._level()
-        vain = 0
-        sources = fills.occupied & ((2 << most) - 1)
-        while sources:
-            level = (sources & -sources).bit_length() - 1
-            block = fills.first(level)
-            before = plan.cost
+        self._work = WORK
+        while sources := fills.occupied & ((2 << most) - 1):
+            block = fills.first((sources & -sources).bit_length() - 1)
+            before = self._work
             gain = self._empty(block, budget - plan.cost, plan, now)
-            if gain < 0:  # it would go beyond the budget
-                plan.settled = False
+            if gain < 0 or (not gain and self._work <= 0 and before < WORK):
+                plan.settled = False  # too much for this plan
                 break
             index.park(block, now + BACK_OFF)
-            if gain:
-                plan.gain += gain
-                vain = 0
-                if plan.cost >= budget:
-                    plan.settled = False
-                    break
-            else:
-                assert plan.cost == before
-                vain += 1
-                if vain >= VAIN:
-                    plan.settled = False
-                    break
-            sources = fills.occupied & ((2 << most) - 1)
+            plan.gain += gain
+            if plan.cost >= budget or self._work <= 0:
+                plan.settled = False
+                break
         self._gained += plan.gain
         if not sources and plan.settled:
             # The end of a pass.  One more, if this one was worth its while.
@@ -186,12 +175,14 @@ class Planner:
         high = low + size
         pieces: list[Piece] = []
         cost = 0
+        self._work -= 4
         for slot, end, entry in index.spans(block):
             node = index.entry_node[entry]
             piece = piece_of(self.pool, node, max(slot, low), min(end, high), slot, end)
             if piece is None:
                 return 0
             pieces.append(piece)
+            self._work -= 1
             cost += piece.length + EXTENT_COST * piece.cuts
         if cost > COST_MOST * size:
             return 0
@@ -199,7 +190,7 @@ class Planner:
         if index.gaps(block)[1] + used != size:
             return 0
         tokens = sum(piece.length for piece in pieces)
-        if tokens > budget:
+        if tokens > budget and plan.moves:
             return -1
         if len(pieces) > 1:
             pieces.sort(key=_by_length)
@@ -252,7 +243,7 @@ class Planner:
         index = self.index
         holes = index.holes
         after, members = holes.after, holes.members
-        looks = LOOKS
+        looks = min(LOOKS, self._work)
         occupied = holes.occupied & ((2 << hole_class(most)) - 1)
         while occupied and looks > 0:
             c = occupied.bit_length() - 1
@@ -262,6 +253,7 @@ class Planner:
             for _ in range(min(holes.count[c], EACH)):
                 following = after[block]
                 looks -= 1
+                self._work -= 1
                 hit = False
                 for hole in self._within(block, used):
                     if hole[1] <= most and (best is None or hole[1] > best[1]):
@@ -280,7 +272,8 @@ class Planner:
         index = self.index
         holes = index.holes
         after, members = holes.after, holes.members
-        looks = LOOKS
+        self._work -= 2
+        looks = min(LOOKS, self._work)
         c = hole_class(n)
         occupied = holes.occupied >> c
         while occupied and looks > 0:
@@ -293,6 +286,7 @@ class Planner:
             for _ in range(min(holes.count[c], EACH)):
                 following = after[block]
                 looks -= 1
+                self._work -= 1
                 hit = False
                 for hole in self._within(block, used):
                     left = hole[1] - n

@@ -3,8 +3,8 @@
     blocks     |x.|.x|..|xx|##|.x|..|x.|..|xx|##|          # cannot be moved: leased, running, padding
     windows    [ clear it ] [..] slack [ keep it ] slack
 
-Windows do not overlap and have nothing in them that cannot be moved.  They lie on multiples of their length, and between
-two obstacles where that costs one from the first block on.  What is in the way is not known beforehand: a window that
+Windows do not overlap and have nothing in them that cannot be moved.  They lie on multiples of their length, and
+between two obstacles where that costs one from the first block on.  What is in the way is not known beforehand: a window that
 turns out to have something in it is taken up again around it.
 
 As many windows can be clear as fit into what is free; so the emptiest are cleared until there are as many, into the
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvslot.defrag.index import GROUP, Index, Rings, hole_class
-from kvslot.defrag.view import Plan, PlannedMove, Purpose
+from kvslot.defrag.view import Plan, PlannedMove
 
 if TYPE_CHECKING:
     from kvslot.allocator.pool import Pool
@@ -30,7 +30,10 @@ CLEAR, FULL, KEPT, LEAVING = LEVELS, LEVELS + 1, LEVELS + 2, LEVELS + 3  # furth
 NONE = 255  # no window begins in this group
 ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less is nothing
 BACK_OFF = 10.0  # seconds after which what was in the way is looked at again
+PASS_GAIN = 100  # 1/100 of what is free: a pass that cleared more is followed by another
 OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
+SPARE = 8  # cuts that what goes from a window may always have, one for CUT_LEAST tokens of it at the most
+CUT_LEAST = 16
 CUTS_PER = 128  # tokens of a node for each extent that it may have beyond two
 
 
@@ -143,7 +146,14 @@ class Windows:
         self._build = 0
         self._holes = Holes()
         self._opened: set[int] = set()
+        self._whole: set[int] = (
+            set()
+        )  # windows that were sources when a group of theirs was, and have been since
         self._level = -1
+        self._source = -1  # the window that is being cleared
+        self._gained = 0  # slots, in this pass
+        self._one_more = False  # a pass that was worth little has been followed by another
+        self._again = 0  # windows that were looked at in vain and are to be looked at again
         self._part = max(2, self.pool.unit)
         self.work = 0
 
@@ -162,6 +172,12 @@ class Windows:
             if window >= 0:
                 self._file(window)
                 budget -= 1
+        while self._again and budget > 0:
+            self._again -= 1
+            budget -= 1
+            group = self.windows.first(KEPT)
+            if group >= 0:
+                self._file(group)
         while self._build < self.groups and budget > 0:
             group = self._build
             self._build += 1
@@ -181,11 +197,11 @@ class Windows:
                 if group:
                     self._file(group - 1)
             budget -= 2
-        return bool(changed or self._build < self.groups)
+        return bool(changed or self._again or self._build < self.groups)
 
     def _fill(self, group: int) -> None:
         used = sum(self.index.used[group * GROUP : (group + 1) * GROUP])
-        if 0 < used < self.span:
+        if 0 < used < self.span and group not in self._opened:
             self.fills.put(group, used * LEVELS // self.span)
         else:
             self.fills.drop(group)
@@ -203,23 +219,25 @@ class Windows:
 
     def _lay_group(self, group: int) -> bool:
         """Where a window begins in `group`, if anywhere; True when that is not where it was."""
-        stuck = self.stuck
+        find, rfind = self.stuck.find, self.stuck.rfind
         first = group * GROUP
         found = NONE
         block = first
         last = min(first + GROUP, self.blocks)
         while block < last:
-            # The stretch without an obstacle that `block` is in.
-            high = stuck.find(1, block)
+            # The stretch [low, high) without an obstacle that `block` is in, or enough of it to know that it is long.
+            high = find(1, block, block + ALIGNED_FROM)
             if high == block:
                 block += 1
                 continue
             if high < 0:
-                high = self.blocks
-            low = stuck.rfind(1, 0, block) + 1
-            many = (high - low) // GROUP
+                high = min(block + ALIGNED_FROM, self.blocks)
+            low = rfind(1, max(0, block - ALIGNED_FROM), block) + 1 or max(0, block - ALIGNED_FROM)
             start = first
-            if many and high - low <= ALIGNED_FROM and (high - -(-low // GROUP) * GROUP) // GROUP < many:
+            if (
+                high - low < ALIGNED_FROM
+                and (high - -(-low // GROUP) * GROUP) // GROUP < (high - low) // GROUP
+            ):
                 start += low % GROUP
             if low <= start and start + GROUP <= high:
                 found = start - first
@@ -259,33 +277,29 @@ class Windows:
             plan.settled = False
             return
         rings = self.windows
-        if self.index.emptied or self.index.remaining:
-            pass
-        level = self._threshold()
-        if level != self._level or not self._opened:
-            self._level = level
-            self._opened.clear()
-            self._holes = Holes()
+        self._level = level = self._threshold()
         while level >= 0:
             sources = rings.occupied & ((2 << level) - 1)
             if not sources:
                 break
-            if self.work <= 0:
-                plan.settled = False
-                return
             group = rings.first((sources & -sources).bit_length() - 1)
-            done = self._clear(group, budget - plan.cost, plan, now)
-            if not done:
-                plan.settled = False
-                return
-            if plan.cost >= budget:
+            if self.work <= 0 or plan.cost >= budget or not self._clear(group, budget - plan.cost, plan, now):
                 plan.settled = False
                 return
         if plan.moves:
             plan.settled = False
-        self._opened.clear()
-        self._holes = Holes()
-        self._level = -1
+        else:
+            # The end of a pass: the next one looks for holes afresh, and at once if this one was worth its while.
+            much = self._gained * PASS_GAIN > self.pool.runs.total
+            if much or (self._gained and not self._one_more):
+                self._one_more = not much
+                self._again = rings.count[KEPT]
+                plan.settled = False
+            self._gained = 0
+            self._changed += self._opened
+            self._opened.clear()
+            self._whole.clear()
+            self._holes = Holes()
 
     def _threshold(self) -> int:
         """The fill up to which windows are to be cleared, -1 for none: as many as what is free has room for."""
@@ -298,56 +312,74 @@ class Windows:
         return LEVELS - 1
 
     def _clear(self, group: int, budget: int, plan: Plan, now: float) -> bool:
-        """Plans to clear a window, or knows it for one that cannot be; False: not all has been looked at."""
+        """Plans to clear a window, or part of it where all is too much for now; False: that is all for this plan."""
         first = group * GROUP + self.offset[group]
-        pieces, stuck = self.pieces(first, first + GROUP)
-        self.work -= 8 + len(pieces)
+        self._source = group
+        pieces, stuck, busy = self.pieces(first, first + GROUP)
         if stuck:
             for block in stuck:
                 self.stuck[block] = 1
             self._later.append((now + BACK_OFF, -1, stuck))
             self._lay(stuck[0], stuck[-1])
-            self.work -= 40
+            return True
+        if busy:
+            self._wait(group, LEAVING, now)
             return True
         pieces.sort(key=_by_length)
         undo: list[tuple[int, int, bool]] = []
         targets: list[list[int]] = []
         for piece in pieces:
-            target = self._place(piece, undo, now)
+            if budget < piece.length and (plan.moves or targets):
+                break
+            target = self._place(piece, undo)
             if target is None:
+                if self.work <= 0 and targets:
+                    break  # the holes that were looked at are known from now on
                 for hole in undo:
                     self._holes.add(*hole)
                 if self.work <= 0:
                     return False
-                self._wait(group, KEPT, now)
+                self._keep_one(group, now)
                 return True
-            targets.append(target)
-        for piece, target in zip(pieces, targets, strict=True):
-            if plan.moves and piece.length > budget:
-                plan.settled = False
-                break
             budget -= piece.length
+            targets.append(target)
+        for piece, target in zip(pieces, targets, strict=False):
             plan.moves.append(
                 PlannedMove(piece.node, piece.at, piece.length, [piece.slot, piece.length], target)
             )
             plan.cost += piece.length
-        else:
+        whole = len(targets) == len(pieces)
+        if whole:
             plan.gain += self.span
+            self._gained += self.span
         self._wait(group, LEAVING, now)
-        return True
+        return whole
+
+    def _keep_one(self, group: int, now: float) -> None:
+        """There is no room for what is in `group`'s window: the fullest that was to be cleared is filled instead."""
+        rings = self.windows
+        level = (rings.occupied & ((2 << self._level) - 1)).bit_length() - 1
+        kept = rings.before[rings.members + level]
+        self._wait(kept, KEPT, now)
+        if kept != group and kept not in self._whole:
+            self._whole.add(kept)
+            first = kept * GROUP + self.offset[kept]
+            self._stretches(first, first + GROUP)
 
     def _wait(self, group: int, ring: int, now: float) -> None:
         self.windows.put(group, ring)
         self._later.append((now + BACK_OFF, group, []))
 
-    def pieces(self, first: int, last: int) -> tuple[list[Piece], list[int]]:
-        """What is to go from the blocks [first, last), and those that something stands in which cannot."""
+    def pieces(self, first: int, last: int) -> tuple[list[Piece], list[int], bool]:
+        """What is to go from the blocks [first, last), those that something stands in which cannot, and whether
+        anything there is moving already."""
         index, pool = self.index, self.pool
         size = index.size
         length_at, start_at = pool.runs.length_at, pool.runs.start_at
         low, high = first * size, last * size
         pieces: list[Piece] = []
         stuck: set[int] = set()
+        busy = False
         at = low
         for slot, end, entry in self.spans(first, last):
             if slot > at:
@@ -356,17 +388,21 @@ class Windows:
                     n = length_at.get(at, 0)
                     stop = begin if begin > at else slot
                     stuck.update(range((at + n) // size, (stop - 1) // size + 1))
-            piece = piece_of(pool, index.entry_node[entry], max(slot, low), min(end, high), slot, end)
-            if piece is None:
-                stuck.update(range(max(slot, low) // size, (min(end, high) - 1) // size + 1))
-            else:
+            node = index.entry_node[entry]
+            piece = piece_of(pool, node, max(slot, low), min(end, high), slot, end)
+            if piece is not None:
                 pieces.append(piece)
+            elif pool.tree.flags[node]:
+                busy = True
+            else:
+                stuck.update(range(max(slot, low) // size, (min(end, high) - 1) // size + 1))
             at = end
-        if at < high:
+        if low < at < high:
             n = length_at.get(at, 0)
-            if at + n < high and at > low:
+            if at + n < high:
                 stuck.update(range((at + n) // size, last))
-        return pieces, sorted(stuck)
+        self.work -= len(pieces)
+        return pieces, sorted(stuck), busy
 
     def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """(slot, end, entry) of the extents that touch the blocks [first, last), in order."""
@@ -384,14 +420,16 @@ class Windows:
                     block = found[-1][1] // size  # it covers all in between
                     continue
             block += 1
+        self.work -= 8 + len(found)
         return found
 
     # -- targets -----------------------------------------------------------------------------------------------
 
-    def _place(self, piece: Piece, undo: list[tuple[int, int, bool]], now: float) -> list[int] | None:
-        """Slots for a piece, as flat extents, or None."""
+    def _place(self, piece: Piece, undo: list[tuple[int, int, bool]]) -> list[int] | None:
+        """Slots for a piece, as flat extents; None: there are none, or, with no work left, none yet."""
         holes = self._holes
         n = piece.length
+        self.work -= 2
         ahead = OPENED_AHEAD
         while True:
             hole = holes.best(n)
@@ -399,36 +437,34 @@ class Windows:
                 if self._is_good(hole):
                     return self._take(hole, n, undo)
                 continue
-            if not ahead:
+            if self.work <= 0:
+                return None
+            if not ahead or not self._open():
                 break
             ahead -= 1
-            if not self._open(now):
-                break
+        # In parts: as long ones as there are.
         out: list[int] = []
-        spare, part, unit = piece.spare, self._part, self.pool.unit
+        spare, part, unit = max(piece.spare, min(SPARE, n // CUT_LEAST)), self._part, self.pool.unit
         taken: list[tuple[int, int, bool]] = []
         while n:
             hole = holes.best(n)
             many = n
             if hole is None and spare > 0 and n >= 2 * part:
                 hole = holes.longest(n - part)
-                if hole is not None:
-                    many = min(hole[1] // unit * unit, n - part)
-                    if many < part:
-                        holes.add(*hole)
-                        hole = None
-                spare -= 1
+                many = hole[1] // unit * unit if hole is not None else 0
+                if hole is not None and many < part:
+                    holes.add(*hole)
+                    hole = None
             if hole is None:
-                if self.work > 0 and self._open(now):
-                    spare += many == n and spare < piece.spare and not out
+                if self.work > 0 and self._open():
                     continue
                 for each in reversed(taken):
                     holes.add(*each)
                 return None
-            if not self._is_good(hole):
-                continue
-            out += self._take(hole, many, taken)
-            n -= many
+            if self._is_good(hole):
+                out += self._take(hole, many, taken)
+                n -= many
+                spare -= 1
         undo += taken
         return out
 
@@ -459,29 +495,15 @@ class Windows:
         ring = self.windows.ring_of[window]
         return ring > self._level and ring not in (CLEAR, LEAVING)
 
-    def _open(self, now: float) -> bool:
+    def _open(self) -> bool:
         """Adds the holes of the fullest group that has not been; False: there is none."""
-        fills = self.fills
-        opened = self._opened
-        members = fills.members
-        occupied = fills.occupied
-        while occupied:
-            level = occupied.bit_length() - 1
-            occupied ^= 1 << level
-            group = fills.before[members + level]
-            steps = fills.count[level]
-            while steps and group < members:
-                steps -= 1
-                before = fills.before[group]
-                if group not in opened:
-                    opened.add(group)
-                    self._open_group(group, now)
-                    return True
-                group = before
-        return False
-
-    def _open_group(self, group: int, now: float) -> None:
-        self.work -= 12
+        occupied = self.fills.occupied
+        if not occupied:
+            return False
+        group = self.fills.first(occupied.bit_length() - 1)
+        self.fills.drop(group)
+        self._opened.add(group)
+        self.work -= 4
         first = group * GROUP
         last = min(first + GROUP, self.blocks)
         block = first
@@ -492,11 +514,12 @@ class Windows:
                 stop = min(last, window * GROUP + self.offset[window] + GROUP)
             elif self.offset[group] != NONE:
                 stop = first + self.offset[group]
-            if window >= 0 and self.windows.ring_of[window] == self._level:
-                self._wait(window, KEPT, now)  # where sources and targets meet: this one is filled
-            if window < 0 or self._is_target(block):
+            if window not in (-1, self._source) and self.windows.ring_of[window] == self._level:
+                self._wait(window, KEPT, self.index.now)  # where sources and targets meet: this one is filled
+            if window < 0 or (window not in self._whole and self._is_target(block)):
                 self._stretches(block, stop)
             block = stop
+        return True
 
     def _stretches(self, first: int, last: int) -> None:
         """Adds what is free in the blocks [first, last)."""
