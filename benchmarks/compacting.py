@@ -1,0 +1,358 @@
+"""The rows of `bench compaction` that a running daemon gives: who notices that it compacts.
+
+Before every round the pool is scattered: pieces of 2 to 8 tokens are cached, one in each block, so that hardly a block
+is wholly free and every other one can be emptied.  Then a round is measured with compaction or without it, by turns.
+
+    allocate    the C load generator allocates and frees on a timetable; in every other round the daemon compacts at
+                half duty (`compaction_duty`), whatever else there is to do
+    steps       an engine in this process: sequences that read their K and V through the mapping, write a token each,
+                and wait a little between steps, where a host would schedule, sample and launch.  In every other round
+                the daemon compacts in those gaps (`compaction = idle`).  Off is held against off as well
+
+Slots of 64 KiB in 32 planes, as a model of 16 layers has them.  Where the kernel permits it all threads of both sides
+run under SCHED_FIFO during a round; the pool is touched beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvslot.api.client import Client, Control, indices
+from kvslot.api.wire import Namespace, messages
+from kvslot.benchmarks.report import Document, Result, result
+from kvslot.benchmarks.rig import (
+    ALLOCATE,
+    PAUSE_S,
+    Both,
+    Daemon,
+    Figures,
+    Peer,
+    Realtime,
+    figures,
+    first_halves,
+    hello,
+    middle,
+    short_cycle,
+)
+from kvslot.benchmarks.tools import Load, Player, Unavailable, build
+from kvslot.benchmarks.traffic import noise
+
+LAYOUT: Final[dict[str, object]] = {"layers": 16, "kv_heads": 8, "head_dim": 128, "dtype": "float16"}
+SLOT_BYTES: Final = 16 * 2 * 8 * 128 * 2
+BLOCK: Final = 16
+LONGEST: Final = 8
+"""Tokens of a piece: with room to grow into it has a block to itself as long as it runs."""
+VERBS_EACH: Final = 128
+"""In a frame."""
+CLIENTS: Final = 4
+FIRSTS: Final = 8
+RATE: Final = 2_000.0
+"""Operations a second, all clients together."""
+ROOM: Final = 7_168
+"""Slots that the scattered pieces leave to others."""
+DUTY: Final = 0.5
+SEQUENCES: Final = 8
+CONTEXT: Final = 384
+PLANES_READ: Final = 3
+"""Of each sequence in a step: as many as make a step of some milliseconds."""
+GAP_S: Final = 0.001
+AWAKE_S: Final = 2.5
+"""Until a daemon that had nothing to do has seen that there is something."""
+SUITE: Final = "compaction"
+
+Progress = Callable[[str, float], None]
+
+
+class Size(NamedTuple):
+    """How much is done."""
+
+    slots: int = 24_576
+    rounds: int = 16
+    seconds: float = 0.25
+    step_rounds: int = 16
+    steps: int = 200
+
+
+FULL: Final = Size()
+QUICK: Final = Size(slots=16_384, rounds=4, step_rounds=4, steps=100)
+
+
+class Scatter:
+    """A session that leaves a piece in every block, and new ones each time."""
+
+    def __init__(self, daemon: Daemon, control: Control, size: Size) -> None:
+        self._peer = Peer(daemon.socket, namespace="scatter")
+        self._control = control
+        self._slots = size.slots
+        self._rng = random.Random(1)
+        self._count = (size.slots - ROOM) // BLOCK
+        self._serial = 0
+
+    def evict(self) -> None:
+        """Everything that nobody holds, so that all blocks are there to be had."""
+        self._control.evict(self._slots)
+
+    def __call__(self) -> None:
+        """Scatters."""
+        verbs: list[messages.Batchable] = []
+        for sequence in range(1, 1 + self._count):
+            self._serial += 1
+            length = self._rng.randint(2, LONGEST)
+            tokens = self._serial.to_bytes(4, "little") + noise(self._serial, 1, length)
+            verbs += (
+                messages.Allocate(1, self._peer.namespace, sequence, tokens),
+                messages.Commit(1, sequence, length),
+            )
+        # Freed only together: what is freed before gives the next piece a place in the same block.
+        verbs += [messages.Free(1, sequence) for sequence in range(1, 1 + self._count)]
+        for start in range(0, len(verbs), VERBS_EACH):
+            self._peer.batch(verbs[start : start + VERBS_EACH])
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def threads(pid: int) -> list[int]:
+    """All threads of a process."""
+    return [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
+
+
+@contextlib.contextmanager
+def compacted(size: Size, **settings: object) -> Iterator[tuple[Daemon, Control, Scatter, Path]]:
+    """A daemon with a pool to scatter, its control, and what scatters it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvslot-bench-") as name,
+        Daemon(Path(name), slots=size.slots, layout=LAYOUT, prefault=True, **settings) as daemon,
+        Control(str(daemon.socket)) as control,
+    ):
+        scatter = Scatter(daemon, control, size)
+        try:
+            yield daemon, control, scatter, Path(name)
+        finally:
+            scatter.close()
+
+
+def status(control: Control) -> messages.Compaction:
+    return control.defrag("status")[0]
+
+
+def row(name: str, value: float, samples: int | None = None, note: str = "", **words: str) -> Result:
+    return result(name, value, samples=samples, note=note, suite=SUITE, **words)
+
+
+# -- others' requests -------------------------------------------------------------------------------------------------
+
+
+def measure_allocate(
+    *, document: Document, quick: bool, report: Progress, realtime: Realtime
+) -> list[Result]:
+    """Allocate and Free of others, while the daemon compacts at half duty and while it does not."""
+    size = QUICK if quick else FULL
+    found: dict[bool, list[Figures]] = {True: [], False: []}
+    duty: list[float] = []
+    moved = 0
+    with tempfile.TemporaryDirectory(prefix="kvslot-bench-") as folder:
+        try:
+            tools = build(Path(folder))
+        except Unavailable as error:
+            document.meta.skipped["allocate"] = str(error)
+            return []
+        with compacted(size, compaction="off", compaction_duty=DUTY) as (daemon, control, scatter, where):
+            document.meta.loop = daemon.loop()
+            players = []
+            peers = []
+            for index in range(CLIENTS):
+                peer = Peer(daemon.socket, namespace=f"client {index}")
+                peers.append(peer)
+                cycle = short_cycle(peer.namespace, 1 << 20 | index << 8, firsts=FIRSTS)
+                # Nothing is published, or the pool would be full of it, and whole blocks free, before a round ends.
+                cycle = [each for each in cycle if each.kind != 3]
+                players.append(Player([hello(f"client {index}")], cycle, RATE / CLIENTS))
+            with Load(tools, daemon.socket, players, where) as load:
+                load.run(0.1)
+                for nth in range(size.rounds):
+                    for on in (True, False) if nth & 1 else (False, True):
+                        report("others' requests", (nth + 0.5 * (on == bool(nth & 1))) / size.rounds)
+                        scatter.evict()
+                        for index, peer in enumerate(peers):
+                            peer.cache(first_halves(1 << 20 | index << 8, firsts=FIRSTS))
+                        scatter()
+                        time.sleep(PAUSE_S)
+                        before = status(control)
+                        with realtime(load.pid, *threads(daemon.pid)):
+                            if on:
+                                control.defrag("once")
+                            began = time.monotonic()
+                            round_ = load.run(size.seconds)
+                            took = time.monotonic() - began
+                        control.defrag("stop")
+                        after = status(control)
+                        found[on].append(figures(round_, [ALLOCATE]))
+                        if on:
+                            duty.append((after.copy_seconds - before.copy_seconds) / took)
+                            moved += after.moved_bytes - before.moved_bytes
+            for peer in peers:
+                peer.close()
+    pairs = Both(found[True], found[False])
+    samples = sum(each.samples for each in found[True])
+    note = f"copying {100 * statistics.median(duty):.0f} % of the time, {moved / 1e6:,.0f} MB in {len(duty)} rounds"
+    results = [
+        row("allocate_p50", pairs.ratio("p50"), samples, f"{note}; {pairs.spread('p50')}"),
+        row("allocate_p99", pairs.ratio("p99"), samples, pairs.spread("p99")),
+    ]
+    for side, words in ((True, "compacting"), (False, "not compacting")):
+        for at in ("p50", "p99"):
+            results.append(
+                row(
+                    f"allocate_{'on' if side else 'off'}_us_{at}", middle(found[side], at), samples,
+                    unit="us", what=f"foreground Allocate, {words}: {at}",
+                )
+            )  # fmt: skip
+    return results
+
+
+# -- an engine's steps ------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A loop that reads and writes the pool as an engine does."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.client = Client(
+            str(daemon.socket), namespace=Namespace(tenant="engine"), name="engine", movable=True
+        )
+        pool = self.client.pool
+        self._planes = [pool.plane(name) for name in list(pool.planes)[:PLANES_READ]]
+        self._sequences = [
+            self.client.admit(noise(1 << 26 | index, 0, CONTEXT)) for index in range(SEQUENCES)
+        ]
+        self.checksum = 0.0
+        with self.client.step():
+            for sequence in self._sequences:
+                sequence.commit(wait=False)
+        self._appended = 0
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each step, gaps between."""
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            with self.client.step():
+                self._step()
+            times.append(time.perf_counter() - began)
+            time.sleep(GAP_S)
+        self._trim()
+        return times
+
+    def _step(self) -> None:
+        self._appended += 1
+        for sequence in self._sequences:
+            sequence.append(1 + self._appended % 1000)
+            slots = indices.slot_indices(sequence)
+            for plane in self._planes:
+                read = plane[slots]
+                plane[slots[-1]] = read[0]
+                self.checksum += float(read[-1, 0, 0])
+
+    def _trim(self) -> None:
+        """Rolls back to the prompt, so that every round has the same to read."""
+        for sequence in self._sequences:
+            sequence.trim(keep_to=CONTEXT)
+        self.client.settle()
+        self._appended = 0
+
+    def close(self) -> None:
+        self._planes = []
+        for sequence in self._sequences:
+            sequence.free()
+        self.client.settle()
+        self.client.close()
+
+
+def measure_steps(*, document: Document, quick: bool, report: Progress, realtime: Realtime) -> list[Result]:
+    """Steps with compaction in their gaps, without it, and without it once more."""
+    import os
+
+    size = QUICK if quick else FULL
+    rounds: dict[str, list[list[float]]] = {"on": [], "off": [], "again": []}
+    begun = collisions = moved = 0
+    asleep = 0
+    with compacted(size, compaction="idle") as (daemon, control, scatter, _):
+        document.meta.loop = daemon.loop()
+        control.defrag("stop")
+        engine = Engine(daemon)
+        engine.steps(size.steps)
+        for nth in range(size.step_rounds):
+            order = ("on", "off", "again")
+            for at in range(3):
+                side = order[(nth + at) % 3]
+                report("an engine's steps", (nth + at / 3) / size.step_rounds)
+                scatter.evict()
+                scatter()
+                if side == "on":
+                    control.defrag("start")
+                    until = time.monotonic() + AWAKE_S
+                    while status(control).state not in ("moving", "waiting"):
+                        engine.steps(10)
+                        if time.monotonic() > until:
+                            asleep += 1
+                            break
+                else:
+                    engine.steps(20)
+                before = status(control)
+                with realtime(os.getpid(), *threads(daemon.pid)):
+                    rounds[side].append(engine.steps(size.steps))
+                after = status(control)
+                control.defrag("stop")
+                if side == "on":
+                    begun += after.steps - before.steps
+                    collisions += after.collisions - before.collisions
+                    moved += after.moved_bytes - before.moved_bytes
+        engine.close()
+    return _steps(rounds, begun, collisions, moved, asleep)
+
+
+def _steps(
+    rounds: dict[str, list[list[float]]], begun: int, collisions: int, moved: int, asleep: int
+) -> list[Result]:
+    def at(share: float, side: str) -> list[float]:
+        return [sorted(each)[int(share * len(each))] for each in rounds[side]]
+
+    def against(share: float, side: str) -> list[float]:
+        return [a / b for a, b in zip(at(share, side), at(share, "off"), strict=True)]
+
+    samples = sum(map(len, rounds["on"]))
+    off = [statistics.median(against(share, "again")) for share in (0.5, 0.99)]
+    results = [
+        row(
+            "step_p50", statistics.median(against(0.5, "on")), samples,
+            f"off against off: {off[0]:.3f}; {moved / 1e6:,.0f} MB moved in {len(rounds['on'])} rounds"
+            + (f", in {asleep} of them nothing to move" if asleep else ""),
+        ),
+        row(
+            "step_collisions_pct", 100 * collisions / max(1, begun), begun,
+            f"{collisions} of {begun} begins while copies were under way or planned",
+        ),
+        row(
+            "step_p99", statistics.median(against(0.99, "on")), samples,
+            f"off against off: {off[1]:.3f}, from {min(against(0.99, 'again')):.2f} to "
+            f"{max(against(0.99, 'again')):.2f}",
+            unit="x", what="the same, 99th percentile", ratio_to="off",
+        ),
+    ]  # fmt: skip
+    for side, words in (("on", "on"), ("off", "off")):
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            results.append(
+                row(
+                    f"step_{side}_us_{name}", 1e6 * statistics.median(at(share, side)), samples,
+                    unit="us", what=f"engine step, compaction {words}: {name}",
+                )
+            )  # fmt: skip
+    return results
