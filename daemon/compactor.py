@@ -48,7 +48,7 @@ IN_FLIGHT_BYTES: Final = 8 << 20
 """Whose targets are set aside, at the most: two milliseconds of copying."""
 IN_FLIGHT_SHARE: Final = 64
 """... and of a small pool no more than one part in so many, or a block."""
-BATCH_BYTES: Final = 1 << 20
+BATCH_BYTES: Final = 1 << 19
 """Copied by one call and published together."""
 PLAN_TOKENS: Final = 16384
 """Of one plan at the most."""
@@ -64,6 +64,13 @@ POLL_LAST: Final = 0.05
 each other)."""
 PATIENCE: Final = 1.0
 """Seconds that moves wait for a gap; then they are given up, and their targets are free again."""
+SEARCH: Final = 2.0
+"""Seconds that a gap is looked for, at the price of a bell for each step; without any it is let be for a while ..."""
+PAUSE_FIRST: Final = 1.0
+PAUSE_LAST: Final = 32.0
+"""... in seconds, doubled each time until one is found."""
+SOUGHT: Final = 0.25
+"""Seconds that what is to be planned is not thought about anew, while a gap is looked for."""
 KEEP: Final = 10.0
 """Seconds that the planner goes on listening after there was nothing more to do."""
 TICKET_PATIENCE: Final = 0.1
@@ -111,8 +118,13 @@ class Compactor:
         self._order: Order | None = None
         self._counted = (0, 0)  # published and moved tokens when the present plan began
         self._waiting_since = 0.0
+        self._copied = 0  # bytes, when it was last looked whether moves only wait
         self._allowed_until = self._paused_until = self._gap_last = 0.0
         self._poll = POLL_FIRST
+        self._sought: Order | None = None  # what a gap is looked for, since, and until when that is believed
+        self._sought_since = self._sought_until = 0.0
+        self._search_from = 0.0
+        self._pause = PAUSE_FIRST
         self._budget = 4 * self._in_flight
         self._idle_since = 0.0
         self._loose: dict[str, int] = {}  # when `once` began
@@ -251,24 +263,30 @@ class Compactor:
     def _begin_plan(self, now: float) -> float:
         """There is nothing under way: what comes next, if anything."""
         pace = self.pace
+        if self._feed():
+            return 0.0
+        if self._sought is not None and now < self._sought_until and not (pace.once or self._busy):
+            delay = self._seek(now)
+            if delay:
+                return delay
         reading = self.reading()
         order = pace.order(reading, now)
         if order is None:
+            self._sought = None
             return 0.0 if self.mode == "off" else self._rest(now)  # `once` has come to its end
         self._idle_since = now
-        if not pace.at_duty(reading, now, self._gap_last):
-            # A plan is worth making when it can be carried out soon: until then engines go on changing the pool.
-            delay = self._look_for_gap(now)
-            if delay > POLL_FIRST:
-                self.state = "waiting"
-                return self._wait(delay)
-        self._look_who_follows(now)
         if self._planner is None:
             self._planner = Planner(self.hosted.core)
-        until = time.perf_counter() + self.server.settings.slice_us / 1e6
-        while self._planner.feed(FEED):
-            if time.perf_counter() >= until:
-                return 0.0
+            return 0.0
+        if not pace.at_duty(reading, now, self._gap_last):
+            if self._sought is None:
+                self._sought_since = now
+            self._sought, self._sought_until = order, now + SOUGHT
+            delay = self._seek(now)
+            if delay:
+                return delay
+        self._sought = None
+        self._look_who_follows(now)
         began = time.perf_counter()
         plan = self._planner.plan(self._budget, order.purpose, now, blocks=order.blocks)
         took = time.perf_counter() - began
@@ -293,6 +311,39 @@ class Compactor:
         )  # fmt: skip
         return 0.0
 
+    @property
+    def _busy(self) -> bool:
+        return self.hosted.core.admission.busy
+
+    def _feed(self) -> bool:
+        """A slice of what the planner is to take note of; true when there is more."""
+        if self._planner is None:
+            return False
+        until = time.perf_counter() + self.server.settings.slice_us / 1e6
+        while self._planner.feed(FEED):
+            if time.perf_counter() >= until:
+                return True
+        return False
+
+    def _seek(self, now: float) -> float:
+        """Seconds to wait until a plan can be carried out, 0 for now: until then engines go on changing the pool."""
+        self.state = "waiting"
+        paused = now < self._search_from
+        delay = self._look_for_gap(now, ring=not paused)
+        if paused and delay > POLL_FIRST:
+            return self._search_from - now  # or `upkeep`, which looks once a second
+        if delay <= POLL_FIRST:
+            self._pause = PAUSE_FIRST
+            return 0.0
+        if now - max(self._sought_since, self._gap_last) > SEARCH:
+            # Engines that leave no gap are not asked for a bell after every step for ever.
+            self.pace.reason = f"no gap between steps: looking again in {self._pause:.0f} s"
+            self._ring(False)
+            self._search_from = self._sought_since = now + self._pause
+            self._pause = min(2 * self._pause, PAUSE_LAST)
+            return self._search_from - now
+        return self._wait(delay)
+
     def _end_plan(self, now: float) -> None:
         order, outcomes = self._order, self.mover.outcomes
         assert order is not None
@@ -313,15 +364,10 @@ class Compactor:
         pace = self.pace
         self.state = "backed off" if pace.wake(now) < math.inf else "settled"
         self._shut()
-        if self._planner is not None:
-            until = time.perf_counter() + self.server.settings.slice_us / 1e6
-            while self._planner.feed(FEED):
-                if time.perf_counter() >= until:
-                    return 0.0
-            if now - self._idle_since > KEEP:
-                self._planner.close()
-                self._planner = None
-                self._forget_gaps()
+        if self._planner is not None and now - self._idle_since > KEEP:
+            self._planner.close()
+            self._planner = None
+            self._forget_gaps()
         delay = pace.wake(now)
         return delay if delay < 1.0 else math.inf  # `upkeep` looks once a second
 
@@ -443,6 +489,10 @@ class Compactor:
                 return seconds
             delay = self._predictor.next(now)
         self.state = "waiting"
+        copied = device.gated().copied_bytes
+        if copied != self._copied:
+            self._copied = copied
+            self._waiting_since = now
         if now - self._waiting_since > PATIENCE or (
             pool.admission.busy and now - self._waiting_since > POLL_LAST
         ):
@@ -458,7 +508,7 @@ class Compactor:
             return False
         return self.pace.at_duty(self.reading(), now, self._gap_last)
 
-    def _look_for_gap(self, now: float) -> float:
+    def _look_for_gap(self, now: float, *, ring: bool = True) -> float:
         """Reads the pages; seconds until copies may run, as far as can be told, 0 for now."""
         predictor = self._predictor
         if predictor is None:
@@ -485,7 +535,7 @@ class Compactor:
             predictor.forget(number)
         self._known = here
         self._words = tuple(words)
-        self._ring(True)
+        self._ring(ring)
         return predictor.next(now)
 
     def _wait(self, delay: float) -> float:

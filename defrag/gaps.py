@@ -43,53 +43,68 @@ Floats = npt.NDArray[np.float64]
 SHARE: Final = 0.01
 """Of the steps that may begin while a copy runs."""
 LEAST_S: Final = 80e-6
-"""What a chunk of 256 KiB takes at 3.3 GB/s: a shorter budget is of no use."""
+"""A chunk of 256 KiB takes that long at 3.3 GB/s; budgets are whole multiples of it."""
 MOST_S: Final = 0.25
 """Of one answer; who has used it up asks again."""
-
 AHEAD_S: Final = 2e-3
-"""How far ahead is planned at the least; beyond, four times the present age."""
+"""How far ahead is planned at the least; otherwise four times the present age."""
 
-BINS_OCTAVE: Final = 32
-FLOOR_S: Final = 8e-6
-"""Ages below count as this: no chunk fits into them."""
-OCTAVES: Final = (
-    27  # up to 18 minutes; what lasts longer stays in the last bin, whose hazard goes on falling with age
-)
+# Ages and lengths, on a logarithmic scale.
+DEPTH: Final = 5
+BINS_OCTAVE: Final = 1 << DEPTH
+OCTAVES: Final = 27
+"""Up to 18 minutes.  What is older stays in the last bin, whose hazard goes on falling with age."""
 BINS: Final = BINS_OCTAVE * OCTAVES
-CENTRE: Final = 6 * BINS_OCTAVE + BINS_OCTAVE // 2
-"""Where a relative table has the running mean: short gaps lie close to it, long ones far above."""
+FLOOR_S: Final = 8e-6
+"""Where the scale begins: no chunk fits into what is shorter."""
 RATIO: Final = 2.0 ** (1 / BINS_OCTAVE)
 EDGES: Final[Floats] = np.asarray(FLOOR_S * RATIO ** np.arange(BINS + 1), dtype=np.float64)
-TAIL: Final = 1.0 - 1.0 / RATIO
-"""Chance to end within one bin under the Lomax tail, whose survival falls with 1 / age."""
-
+OCTAVE_EDGES: Final = np.arange(0, BINS + 1, BINS_OCTAVE)
+CENTRE: Final = 6 * BINS_OCTAVE + BINS_OCTAVE // 2
+"""Where a relative table has the running mean: short gaps lie close to it, long ones far above."""
 KERNEL: Final[Floats] = np.array([1.0, 2.0, 1.0]) / 4.0
-"""How an observed length is spread over neighbouring bins."""
+"""How an observed length is spread over its bin and the neighbours."""
 SPREAD: Final = len(KERNEL) // 2
 
+# What is known of an engine.
 COUNT_GAPS: Final = 4096.0
 """Gaps after which a count has faded to 1/e."""
 LEAN: Final = 16.0
 """Most weight of less telling counts, in gaps that reached an octave."""
 LEAN_HALVES: Final = 8.0
-"""The same in gaps that ended in what is halved."""
+"""The same within an octave, in gaps that ended in what is halved."""
 PRIOR_ENDED: Final = 0.1
+"""What is believed of an octave that no gap has reached: one in eleven ends there, with the weight of one gap."""
 PRIOR_REACHED: Final = 1.1
-DEPTH: Final = 5
 SCORE_FADE: Final = 0.99
+"""Of how well a family told an octave's survival, at each gap that reached it."""
+CONTEXTS_MOST: Final = 64
+"""Tables of one family: 14 KB each with the curve.  The one with the least weight goes."""
+
+# The threshold.
 LEVEL_BINS: Final = 16  # an octave of hazard
 LEVEL_FLOOR: Final = 2.0**-16  # per second
 LEVEL_SPAN: Final = 40 * LEVEL_BINS
+LEVEL_FIRST: Final = 500.0
+"""Steps that are remembered at the beginning, when hazards are told poorly and are soon told better ..."""
+LEVEL_REST: Final = 0.5
+"""... of all the steps later ..."""
 LEVEL_GAPS: Final = 20_000.0
-LEVEL_START: Final = 10.0
-"""Hazard per second up to which copies run before anything is known."""
-LEVEL_LOAN: Final = 2.0
-"""Steps that may be met before others have earned it."""
+"""... and at the most."""
 LEVEL_PARTS: Final = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
-CREDIT_GAIN: Final = 10.0
+"""The threshold is the geometric mean of the quantiles at these parts of the share: where hazards lie far apart around
+it, as between those of long gaps and of short ones, one quantile alone jumps from one side to the other."""
+LEVEL_EVERY: Final = 8
+"""Steps for which a threshold holds."""
+LEVEL_START: Final = 1.0
+"""Hazard per second up to which copies run before anything is known."""
+LEVEL_LOAN: Final = 1.0
+"""Steps that may be met before others have earned it."""
+CREDIT_GAIN: Final = 6.0
+"""So many steps met beyond the share divide it by e."""
+CREDIT_RESERVE: Final = 2.0
 CREDIT_MOST: Final = 10.0
-RESERVE: Final = 2.0
+"""What a time without a usable gap saves up."""
 
 
 class GapStatistics(msgspec.Struct, frozen=True):
@@ -177,15 +192,14 @@ def _hazards(shells: list[Floats]) -> Floats:
 
 
 class _Curve:
-    """What one family of tables says in one context, by bin: chance to reach it, and to end in it then."""
+    """What one family of tables says in one context, by bin: chance to end in it, log chance to reach it."""
 
     __slots__ = ("chance", "due", "reach")
 
     def __init__(self, chance: Floats, due: float) -> None:
         self.chance = chance
-        logs: Floats = np.zeros(BINS)
-        np.cumsum(np.log1p(-chance[:-1]), out=logs[1:])
-        self.reach: Floats = np.exp(np.maximum(logs, -500.0))
+        self.reach: Floats = np.zeros(BINS)
+        np.cumsum(np.log1p(-chance[:-1]), out=self.reach[1:])
         self.due = due
         """When the leaf's weight has come to this, the curve is made anew."""
 
@@ -193,14 +207,25 @@ class _Curve:
 class _Family:
     """Tables of one way to count ages: absolute, or relative to a running mean."""
 
-    __slots__ = ("curves", "gain", "mean", "tables")
+    __slots__ = ("curves", "gain", "mean", "placed", "score", "tables")
 
-    def __init__(self, gain: float) -> None:
-        """`gain` of the running mean; 0: ages are absolute."""
+    def __init__(self, gain: float, placed: bool) -> None:
+        """`gain` of the running mean; 0: ages are absolute.  `placed`: what came before the gap is looked at."""
         self.gain = gain
+        self.placed = placed
+        self.score: Floats = np.zeros(OCTAVES)  # log likelihood of late, by octave of age
         self.mean = 0.0  # in bins
         self.tables: dict[tuple[int, ...], _Table] = {}
         self.curves: dict[tuple[int, ...], _Curve] = {}
+
+    def room(self, key: tuple[int, ...]) -> _Table:
+        """A table for a context that had none."""
+        if len(self.tables) >= CONTEXTS_MOST:
+            least = min(self.tables, key=lambda each: self.tables[each].weight)
+            del self.tables[least]
+            self.curves.pop(least, None)
+        table = self.tables[key] = _Table()
+        return table
 
     @property
     def shift(self) -> int:
@@ -219,31 +244,20 @@ class _Engine:
     """One engine's history, and where it is now."""
 
     __slots__ = (
-        "began",
-        "before",
-        "busy",
-        "ended",
-        "families",
-        "gap",
-        "logs",
-        "stalled",
-        "step",
-        "told",
-        "weight",
-    )
+        "began", "busy", "ended", "families", "gap", "stalled", "step", "steps", "told", "weight",
+    )  # fmt: skip
 
-    def __init__(self, at: float, gains: tuple[float, ...]) -> None:
+    def __init__(self, at: float, kinds: tuple[tuple[float, bool], ...]) -> None:
         self.busy = False
         self.stalled = False
         self.began = at
         self.ended = at
         self.gap = -1  # bin of the last gap; -1: none yet
         self.step = -1  # bin of the last step
-        self.families = [_Family(gain) for gain in gains]
-        self.logs = [0.0] * len(gains)  # how well each family has told the gaps so far, faded
+        self.families = [_Family(gain, placed) for gain, placed in kinds]
         self.weight = 1.0
-        self.told: list[tuple[float, _Curve, int]] | None = None
-        self.before = -1
+        self.told: list[tuple[Floats, _Curve, int]] | None = None
+        self.steps = 0
 
 
 class GapPredictor:
@@ -260,7 +274,7 @@ class GapPredictor:
         "_root_weight",
     )  # fmt: skip
 
-    gains: tuple[float, ...] = (0.0, 0.05, 0.3)
+    kinds: tuple[tuple[float, bool], ...] = ((0.0, False), (0.0, True), (0.05, True), (0.3, True))
 
     def __init__(self, share: float = SHARE, least: float = LEAST_S, most: float = MOST_S) -> None:
         """`share` of step begins may meet a copy; budgets are from `least` to `most` seconds."""
@@ -276,11 +290,10 @@ class GapPredictor:
         self._engines: dict[int, _Engine] = {}
         self._busy = 0  # engines that are busy and not stalled
         self._since = -math.inf  # since when all are idle
-        self._roots = [_Table() for _ in self.gains]
+        self._roots = [_Table() for _ in self.kinds]
         self._root_weight = 1.0
-        self._level: Floats = np.zeros(
-            LEVEL_SPAN + 1
-        )  # of ended gaps by hazard; the last counts what cannot be met
+        # Steps by the hazard at which they began; the last counts those that no copy could meet.
+        self._level: Floats = np.zeros(LEVEL_SPAN + 1)
         self._level_weight = 1.0
         self._level_due = 0
         self._level[_level(LEVEL_START)] += LEVEL_LOAN
@@ -298,8 +311,8 @@ class GapPredictor:
     def joined(self, engine: int, at: float) -> None:
         """A new engine is there, idle; nothing happens to a known one."""
         if engine not in self._engines:
-            self._engines[engine] = _Engine(at, self.gains)
-            self._changed()
+            self._engines[engine] = _Engine(at, self.kinds)
+            self._plan = None
             if self._busy == 0:
                 self._since = max(self._since, at)
 
@@ -307,21 +320,8 @@ class GapPredictor:
         """A step of `engine` began.  An engine not heard of joins."""
         self.joined(engine, at)
         one = self._engines[engine]
-        if one.busy:
-            return
-        self._steps += 1
-        alone = self._busy == 0 and not one.stalled
-        if alone:
-            self._end_gap(at)
-        else:
-            self._note(LEVEL_SPAN)
-        self._learn(one, max(at - one.ended, 0.0))
-        one.busy = True
-        one.began = at
-        one.told = None
-        if not one.stalled:
-            self._busy += 1
-        self._changed()
+        if not one.busy:
+            self._begin(one, at, known=True)
 
     def ended(self, engine: int, at: float) -> None:
         """The step of `engine` ended."""
@@ -337,63 +337,58 @@ class GapPredictor:
             self._busy -= 1
             if self._busy == 0:
                 self._since = at
-        self._changed()
+        self._plan = None
 
     def seen(self, engine: int, steps: int, began: float, ended: float, busy: bool) -> None:
-        """What a session page says: `steps` submitted so far, when the last one began and the last one ended.
+        """What a session page says: `steps` begun so far, when the last one began and the last one ended.
 
-        Pages are looked at now and then: of steps in between nothing is known, and nothing is learnt of the gaps
-        around them.
+        Pages are looked at now and then.  Of steps in between nothing is known, and nothing is learnt of the gaps
+        around them; an engine that hands on a step before the last one has ended is busy all that time.
         """
         one = self._engines.get(engine)
         if one is None:
             self.joined(engine, ended)
             one = self._engines[engine]
-            one.before = steps
+            one.steps = steps
             if busy:
-                self._resume(one, began)
+                self._begin(one, began, known=False)
             return
-        missed = steps - one.before
-        one.before = steps
-        if missed == 0:
+        missed = max(steps - one.steps - 1, 0)
+        one.steps = max(steps, one.steps)
+        if began <= one.began:  # no step since, or more of the same
             if one.busy and not busy:
                 self.ended(engine, ended)
-        elif missed == 1:
-            if one.busy:
-                # Its end was before this begin, and is not on the page any more unless that step ended, too.
-                self._lost(one, began)
-            self.began(engine, began)
-            if not busy:
-                self.ended(engine, ended)
-        else:
-            self._lost(one, began)
+            return
+        known = not missed or busy  # of a step that goes on, the page tells the gap before it
+        if one.busy:
+            known = busy
+            self.ended(engine, ended if busy and one.began <= ended <= began else began)
+        elif missed and busy and one.ended <= ended <= began:
+            one.ended = ended
+        if missed:
+            one.gap = one.step = -1  # what came before this gap was not seen
+            one.told = None
             self._steps += missed
-            if busy:
-                self._resume(one, began)
-            else:
-                one.began, one.ended, one.step = began, ended, _bin(ended - began)
-                one.told = None
-                if self._busy == 0:
-                    self._since = max(self._since, ended)
-                self._changed()
+        self._begin(one, began, known=known)
+        if not busy:
+            self.ended(engine, ended)
 
     def stalled(self, engine: int, yes: bool = True) -> None:
         """A stalled engine's step does not keep copies back; no effect on an engine not heard of."""
         one = self._engines.get(engine)
-        if one is None or one.stalled == yes:
-            return
-        one.stalled = yes
-        if one.busy:
-            self._busy += -1 if yes else 1
-        self._changed()
+        if one is not None and one.stalled != yes:
+            one.stalled = yes
+            if one.busy:
+                self._count(-1 if yes else 1)
+            self._plan = None
 
     def forget(self, engine: int) -> None:
         """The engine is gone; what it taught about engines in general stays."""
         one = self._engines.pop(engine, None)
         if one is not None:
             if one.busy and not one.stalled:
-                self._busy -= 1
-            self._changed()
+                self._count(-1)
+            self._plan = None
 
     # -- answers ------------------------------------------------------------------------------------------------
 
@@ -441,28 +436,29 @@ class GapPredictor:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _changed(self) -> None:
+    def _begin(self, one: _Engine, at: float, *, known: bool) -> None:
+        """A step begins; `known`: nothing was missed between it and the end before."""
+        self._steps += 1
+        if self._busy or one.stalled or not known:
+            self._note(LEVEL_SPAN)
+        else:
+            self._end_gap(at)
+        if known:
+            self._learn(one, max(at - one.ended, 0.0))
+        one.busy = True
+        one.began = at
+        one.told = None
+        if not one.stalled:
+            self._busy += 1
+        self._until = -math.inf
         self._plan = None
 
-    def _resume(self, one: _Engine, began: float) -> None:
-        """A step goes on whose begin was not seen."""
-        if not one.busy:
-            one.busy = True
-            if not one.stalled:
-                self._busy += 1
-        one.began = began
-        self._changed()
-
-    def _lost(self, one: _Engine, at: float) -> None:
-        """A step that was running has ended some time before `at`."""
-        if one.busy:
-            one.busy = False
-            if not one.stalled:
-                self._busy -= 1
-        one.ended = at
-        one.gap = one.step = -1
-        one.told = None
-        self._changed()
+    def _count(self, change: int) -> None:
+        """The number of busy engines changes by other means than a step."""
+        self._busy += change
+        if self._busy == 0:
+            live = [one.ended for one in self._engines.values() if not one.stalled]
+            self._since = max(live, default=self._since)
 
     def _end_gap(self, at: float) -> None:
         """All were idle until `at`; which hazard was it that has come true?"""
@@ -472,7 +468,6 @@ class GapPredictor:
             self._met += 1
             self._credit -= 1.0
             self._granted_s -= self._until - at
-        self._until = -math.inf
         rate = 0.0
         for one in self._engines.values():
             if not one.stalled:
@@ -481,7 +476,7 @@ class GapPredictor:
 
     def _note(self, level: int) -> None:
         """A step began at a hazard of this level."""
-        self._level_weight *= 1 + 1 / LEVEL_GAPS
+        self._level_weight *= 1 + 1 / min(LEVEL_GAPS, LEVEL_FIRST + LEVEL_REST * self._steps)
         self._level[level] += self._level_weight
         if self._level_weight > 1e9:
             self._level /= self._level_weight
@@ -490,8 +485,8 @@ class GapPredictor:
             self._credit = min(self._credit + self._share, CREDIT_MOST)
         self._level_due -= 1
         if self._level_due <= 0:
-            self._level_due = 8
-            share = self._share * min(max(1 + (self._credit - RESERVE) / CREDIT_GAIN, 0.05), 3.0)
+            self._level_due = LEVEL_EVERY
+            share = self._share * min(math.exp((self._credit - CREDIT_RESERVE) / CREDIT_GAIN), 3.0)
             below = np.cumsum(self._level)
             total = float(below[-1])
             mean = 0.0
@@ -509,21 +504,27 @@ class GapPredictor:
         one.weight *= 1 + 1 / COUNT_GAPS
         self._root_weight *= 1 + 1 / COUNT_GAPS
         surprise = 0.0
-        best = max(range(len(one.logs)), key=one.logs.__getitem__)
+        best = 1 if one.gap >= 0 else 0
         for index, family in enumerate(one.families):
             bin_at = at + family.shift
             bin_at = min(max(bin_at, 0), BINS - 1)
             curve = self._curve(one, index, contexts[index])
-            told = math.log(float(curve.reach[bin_at])) + math.log(float(curve.chance[bin_at]))
-            one.logs[index] = SCORE_FADE * one.logs[index] + told
+            # What each octave that the gap has reached was said to be survived by, and the last one's end.
+            octave = at // BINS_OCTAVE
+            edges = OCTAVE_EDGES[: octave + 1] + family.shift
+            logs = curve.reach.take(edges, mode="clip")
+            score = family.score[: octave + 1]
+            score *= SCORE_FADE
+            score[:-1] += logs[1:] - logs[:-1]
+            score[-1] += float(curve.reach[bin_at] - logs[-1]) + math.log(float(curve.chance[bin_at]))
             if index == best:
-                median = int(np.searchsorted(-curve.reach, -0.5))
+                median = int(np.searchsorted(-curve.reach, math.log(2)))
                 surprise = abs(median - bin_at)
             self._roots[index].add(bin_at, self._root_weight)
             for key in contexts[index]:
                 table = family.tables.get(key)
                 if table is None:
-                    table = family.tables[key] = _Table()
+                    table = family.room(key)
                 table.add(bin_at, one.weight)
             if family.gain:
                 if one.gap < 0:
@@ -548,7 +549,7 @@ class GapPredictor:
         """The tables of each family that tell of the present gap, coarse to fine."""
         out: list[tuple[tuple[int, ...], ...]] = []
         for family in one.families:
-            if one.gap < 0:
+            if one.gap < 0 or not family.placed:
                 out.append(((),))
                 continue
             if family.gain:
@@ -581,39 +582,37 @@ class GapPredictor:
         curve = family.curves[leaf] = _Curve(_hazards(shells), weight + step * one.weight)
         return curve
 
-    def _told(self, one: _Engine) -> list[tuple[float, _Curve, int]]:
-        """What the families say of the present gap: weight, curve, shift of its bins."""
+    def _told(self, one: _Engine) -> list[tuple[Floats, _Curve, int]]:
+        """What the families say of the present gap: weight by octave of age, curve, shift of its bins."""
         if one.told is None:
             contexts = self._contexts(one)
-            top = max(one.logs)
+            scores = np.stack([family.score for family in one.families])
+            scores -= scores.max(axis=0)
+            weights = np.exp(scores)
+            weights /= weights.sum(axis=0)
             one.told = [
-                (math.exp(log - top), self._curve(one, index, contexts[index]), family.shift)
-                for index, (family, log) in enumerate(zip(one.families, one.logs, strict=True))
-                if log > top - 20
+                (weight, self._curve(one, index, contexts[index]), family.shift)
+                for index, (family, weight) in enumerate(zip(one.families, weights, strict=True))
             ]
         return one.told
 
     def _rate(self, one: _Engine, age: float) -> float:
         """The hazard of one engine at one age, per second."""
         at = _bin(age)
-        above = below = 0.0
-        for weight, curve, shift in self._told(one):
-            index = min(max(at + shift, 0), BINS - 1)
-            reach = weight * float(curve.reach[index])
-            below += reach
-            above += reach * float(curve.chance[index])
-        return -math.log1p(-above / below) / (max(age, FLOOR_S) * (RATIO - 1))
+        chance = 0.0
+        for weights, curve, shift in self._told(one):
+            chance += float(weights[at // BINS_OCTAVE]) * float(
+                curve.chance[min(max(at + shift, 0), BINS - 1)]
+            )
+        return -math.log1p(-chance) / (max(age, FLOOR_S) * (RATIO - 1))
 
     def _rates(self, one: _Engine, bins: npt.NDArray[np.int64], ages: Floats) -> Floats:
         """The hazards of one engine by age, whose bins are given, per second."""
-        above: Floats = np.zeros(len(bins))
-        below: Floats = np.zeros(len(bins))
-        for weight, curve, shift in self._told(one):
-            index = bins + shift if shift else bins
-            reach = curve.reach.take(index, mode="clip") * weight
-            below += reach
-            above += reach * curve.chance.take(index, mode="clip")
-        rates: Floats = np.log1p(-above / below) / (np.maximum(ages, FLOOR_S) * (1 - RATIO))
+        octaves = bins // BINS_OCTAVE
+        chance: Floats = np.zeros(len(bins))
+        for weights, curve, shift in self._told(one):
+            chance += weights.take(octaves) * curve.chance.take(bins + shift if shift else bins, mode="clip")
+        rates: Floats = np.log1p(-chance) / (np.maximum(ages, FLOOR_S) * (1 - RATIO))
         return rates
 
     def _runs(self, now: float) -> list[tuple[float, float]]:

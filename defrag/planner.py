@@ -19,21 +19,22 @@ What was looked at in vain waits until it changes or BACK_OFF has passed, so a s
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from kvslot.allocator.errors import OutOfTurn
-from kvslot.defrag.index import Index, hole_class
+from kvslot.defrag.index import GROUP, Index, hole_class
 from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
-from kvslot.defrag.windows import Piece, Windows, piece_of
+from kvslot.defrag.windows import Piece, Windows, extents_most, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvslot.allocator.pool import Pool
 
-WORK = 512  # for a plan: about 2 us each
+WORK = 320  # for a plan: about 2 us each
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
 COST_MOST = 0.9  # of the slots given back: what may be paid for them
 PART = 64  # of a block: the shortest part that a piece is cut into, 2 tokens at the least
@@ -41,6 +42,9 @@ EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
+HOT = 1024  # ticks since its last use for which a node is hot, or as many as there are nodes
+JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
+JOINED_MOST = 4096  # nodes remembered for that
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
 
 
@@ -76,7 +80,8 @@ class Planner:
         self.pool = pool
         self.index = Index(pool)
         self._windows: Windows | None = None
-        self._page = 1
+        self._scattered: list[int] = []  # nodes that are still to be looked at
+        self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
         self._gained = 0  # slots, in this pass
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
@@ -102,14 +107,18 @@ class Planner:
         `blocks`: the length of the run wanted, for the purpose `run` only.  Changes nothing of the pool.
         """
         self.index.now = max(now, self.index.now)
-        self._page = max((session.page for session in self.pool.sessions.values()), default=1)
         if purpose is Purpose.FREE_BLOCKS:
             return self._free_blocks(budget, now)
         plan = Plan(purpose, [])
         if purpose is Purpose.RUN:
             if self._windows is None:
                 self._windows = Windows(self.index)
-            self._windows.plan(plan, budget, now, WORK)
+            if blocks == GROUP:
+                self._windows.plan(plan, budget, now, WORK)
+            else:
+                self._windows.plan_one(plan, budget, now, WORK, blocks)
+        else:
+            self._join(plan, budget, now)
         return plan
 
     # -- free_blocks -------------------------------------------------------------------------------------------
@@ -377,6 +386,71 @@ class Planner:
 
 def _by_length(piece: Piece) -> int:
     return -piece.length
+
+    # -- join --------------------------------------------------------------------------------------------------
+
+    def _join(self, plan: Plan, budget: int, now: float) -> None:
+        """Nodes in many extents that have been read lately go to one run each, no longer than need be."""
+        pool = self.pool
+        tree, runs = pool.tree, pool.runs
+        if not self._scattered:
+            self._joined = {node: until for node, until in self._joined.items() if until > now}
+            self._scattered = [node for node in tree.scattered if node not in self._joined]
+        hot = pool.tick - max(HOT, tree.nodes)
+        longest = 2 * GROUP * pool.block_size
+        used: set[int] = set()
+        work = WORK
+        while self._scattered:
+            work -= 2
+            if work <= 0 or plan.cost >= budget:
+                plan.settled = False
+                return
+            node = self._scattered.pop()
+            extents = tree.scattered.get(node)
+            if extents is None or tree.tick[node] < hot or tree.flags[node]:
+                continue
+            length = tree.length[node]
+            if len(extents) >> 1 <= extents_most(length) or length > longest or node in self._joined:
+                continue
+            if plan.moves and plan.cost + length > budget:
+                self._scattered.append(node)
+                plan.settled = False
+                return
+            if len(self._joined) < JOINED_MOST:
+                self._joined[node] = now + JOIN_BACK_OFF
+            if tree.holds[node] and pool.moves.readers(node) is None:
+                continue
+            run = self._run_for(length, longest, used)
+            if run < 0:
+                continue
+            used.add(run)
+            work -= 8
+            plan.moves.append(PlannedMove(node, 0, length, list(extents), [run, length]))
+            plan.cost += length
+            plan.gain += (len(extents) >> 1) - 1
+        if plan.moves:
+            plan.settled = False
+
+    def _run_for(self, n: int, longest: int, used: set[int]) -> int:
+        """The shortest free run of `n` slots, among a few, if it is not one that is worth more as it is."""
+        runs, unit = self.pool.runs, self.pool.unit
+        cells = n // runs.cell
+        c = runs.class_of(0, cells * runs.cell) if cells > 1 else min(n, runs.holes)
+        occupied = runs.occupied >> c << c
+        while occupied:
+            c = (occupied & -occupied).bit_length() - 1
+            occupied ^= 1 << c
+            best = -1
+            for start in islice(reversed(runs.classes[c]), EACH):
+                length = runs.length_at[start]
+                if length > longest and best < 0:
+                    return -1
+                if n <= length and start not in used and not start % unit:
+                    if best < 0 or length < runs.length_at[best]:
+                        best = start
+            if best >= 0:
+                return best
+        return -1
 
 
 class Rest(msgspec.Struct, gc=False):

@@ -4,8 +4,8 @@
     windows    [ clear it ] [..] slack [ keep it ] slack
 
 Windows do not overlap and have nothing in them that cannot be moved.  They lie on multiples of their length, and
-between two obstacles where that costs one from the first block on.  What is in the way is not known beforehand: a window that
-turns out to have something in it is taken up again around it.
+between two obstacles where that costs one from the first block on.  What is in the way is not known beforehand: a
+window that turns out to have something in it is taken up again around it.
 
 As many windows can be clear as fit into what is free; so the emptiest are cleared until there are as many, into the
 slack, which is no use as runs anyway, and into the others, the fullest first.  Nothing goes to a window that is to be
@@ -15,9 +15,11 @@ cleared.  Pieces take the hole that fits best, and fill holes up in parts where 
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from kvslot.defrag.index import GROUP, Index, Rings, hole_class
 from kvslot.defrag.view import Plan, PlannedMove
@@ -32,6 +34,9 @@ ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less i
 BACK_OFF = 10.0  # seconds after which what was in the way is looked at again
 PASS_GAIN = 100  # 1/100 of what is free: a pass that cleared more is followed by another
 OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
+STRIDE = 4096  # blocks: what a search for one window looks at together
+IMPOSSIBLE = 1 << 40
+_ZERO = np.zeros(1, dtype=np.int64)
 SPARE = 8  # cuts that what goes from a window may always have, one for CUT_LEAST tokens of it at the most
 CUT_LEAST = 16
 CUTS_PER = 128  # tokens of a node for each extent that it may have beyond two
@@ -154,49 +159,53 @@ class Windows:
         self._gained = 0  # slots, in this pass
         self._one_more = False  # a pass that was worth little has been followed by another
         self._again = 0  # windows that were looked at in vain and are to be looked at again
+        self._apart = (0, 0)  # blocks of the one window that is being cleared for somebody who waits
+        self._used: set[int] = set()  # runs taken from by this plan although they are long
+        self._search: Search | None = None
         self._part = max(2, self.pool.unit)
         self.work = 0
 
     # -- what there is -----------------------------------------------------------------------------------------
 
-    def refresh(self, now: float, budget: int) -> bool:
-        """Takes in what the index heard, a group for each of `budget`; True: there is more."""
+    def refresh(self, now: float) -> bool:
+        """Takes in what the index heard, as long as there is work left; True: there is more."""
         later = self._later
-        while later and later[0][0] <= now and budget > 0:
+        while later and later[0][0] <= now and self.work > 0:
             _, window, stuck = later.popleft()
             if stuck:
                 for block in stuck:
                     self.stuck[block] = 0
                 self._lay(stuck[0], stuck[-1])
-                budget -= 40
             if window >= 0:
                 self._file(window)
-                budget -= 1
-        while self._again and budget > 0:
+                self.work -= 1
+            self._one_more = False
+        while self._again and self.work > 0:
             self._again -= 1
-            budget -= 1
+            self.work -= 1
             group = self.windows.first(KEPT)
             if group >= 0:
                 self._file(group)
-        while self._build < self.groups and budget > 0:
+        while self._build < self.groups and self.work > 0:
             group = self._build
             self._build += 1
             self._lay_group(group)
             self._fill(group)
             self._file(group)
-            budget -= 1
+            self.work -= 3
         changed = self._changed
         if not changed and self.index.groups_changed:
             changed = self._changed = list(self.index.groups_changed)
             self.index.groups_changed.clear()
-        while changed and budget > 0:
+        kept, ring_of = KEPT, self.windows.ring_of
+        while changed and self.work > 0:
             group = changed.pop()
             if group < self._build:
                 self._fill(group)
-                self._file(group)
-                if group:
-                    self._file(group - 1)
-            budget -= 2
+                for each in (group, group - 1):
+                    if each >= 0 and ring_of[each] != kept:  # what is being filled is no source at once
+                        self._file(each)
+            self.work -= 2
         return bool(changed or self._again or self._build < self.groups)
 
     def _fill(self, group: int) -> None:
@@ -250,6 +259,7 @@ class Windows:
 
     def _lay(self, low: int, high: int) -> None:
         """Obstacles have come or gone among the blocks from `low` to `high`."""
+        self.work -= 80
         first = max(0, low - ALIGNED_FROM - GROUP) // GROUP
         last = min(self.blocks - 1, high + ALIGNED_FROM + GROUP) // GROUP
         for group in range(first, last + 1):
@@ -273,7 +283,8 @@ class Windows:
     def plan(self, plan: Plan, budget: int, now: float, work: int) -> None:
         """Adds moves that clear windows to `plan`."""
         self.work = work
-        if self.refresh(now, work):
+        self._begin(0, 0)
+        if self.refresh(now):
             plan.settled = False
             return
         rings = self.windows
@@ -288,18 +299,28 @@ class Windows:
                 return
         if plan.moves:
             plan.settled = False
-        else:
-            # The end of a pass: the next one looks for holes afresh, and at once if this one was worth its while.
-            much = self._gained * PASS_GAIN > self.pool.runs.total
-            if much or (self._gained and not self._one_more):
-                self._one_more = not much
-                self._again = rings.count[KEPT]
-                plan.settled = False
-            self._gained = 0
-            self._changed += self._opened
-            self._opened.clear()
-            self._whole.clear()
-            self._holes = Holes()
+            return
+        # The end of a pass: the next one looks for holes afresh, and at once if this one was worth its while.
+        much = self._gained * PASS_GAIN > self.pool.runs.total
+        if much or (self._gained and not self._one_more):
+            self._one_more = not much
+            self._again = rings.count[KEPT]
+            plan.settled = False
+        self._gained = 0
+        self._end()
+
+    def _begin(self, start: int, stop: int) -> None:
+        """Holes are looked for outside the blocks [start, stop) from here on."""
+        if self._apart != (start, stop):
+            self._end()
+            self._apart = (start, stop)
+
+    def _end(self) -> None:
+        """Forgets all holes."""
+        self._changed += self._opened
+        self._opened.clear()
+        self._whole.clear()
+        self._holes = Holes()
 
     def _threshold(self) -> int:
         """The fill up to which windows are to be cleared, -1 for none: as many as what is free has room for."""
@@ -354,6 +375,101 @@ class Windows:
             self._gained += self.span
         self._wait(group, LEAVING, now)
         return whole
+
+    def plan_one(self, plan: Plan, budget: int, now: float, work: int, blocks: int) -> None:
+        """Adds moves that clear the cheapest stretch of `blocks` whole blocks to `plan`."""
+        self.work = work
+        self._used.clear()
+        if self.refresh(now):
+            plan.settled = False
+            return
+        if blocks > self.blocks or self.pool.runs.longest() >= blocks * self.index.size:
+            self._search = None
+            return
+        search = self._search
+        if search is None or search.blocks != blocks:
+            search = self._search = Search(self, blocks)
+        while self.work > 0:
+            if search.more():
+                continue
+            found = search.best()
+            if found is None:
+                self._search = None
+                return
+            start = found
+            pieces, stuck, busy = self.pieces(start, start + blocks)
+            if not pieces and not stuck and not busy:
+                stuck = self._taken(start, start + blocks)
+            if busy:
+                break
+            if stuck:
+                for block in stuck:
+                    self.stuck[block] = 1
+                self._later.append((now + BACK_OFF, -1, stuck))
+                self._lay(stuck[0], stuck[-1])
+                search.changed(stuck[0], stuck[-1])
+                continue
+            self._begin(start, start + blocks)
+            self._level = -1
+            pieces.sort(key=_by_length)
+            undo: list[tuple[int, int, bool]] = []
+            targets: list[list[int]] = []
+            for piece in pieces:
+                if budget < piece.length and targets:
+                    break
+                target = self._place(piece, undo) or (self._anywhere(piece.length) if self.work > 0 else None)
+                if target is None:
+                    break
+                budget -= piece.length
+                targets.append(target)
+            if len(targets) < len(pieces) and budget >= pieces[len(targets)].length and self.work > 0:
+                # There is no room for all of it, so none of it need go.
+                self._end()
+                self._search = None
+                return
+            for piece, target in zip(pieces, targets, strict=False):
+                plan.moves.append(
+                    PlannedMove(piece.node, piece.at, piece.length, [piece.slot, piece.length], target)
+                )
+                plan.cost += piece.length
+            if len(targets) == len(pieces):
+                plan.gain = blocks * self.index.size
+            break
+        plan.settled = False
+
+    def _taken(self, first: int, last: int) -> list[int]:
+        """Which of these blocks, in which nothing is cached, are not free."""
+        runs, size = self.pool.runs, self.index.size
+        low, high = first * size, last * size
+        self.work -= (high - low) >> 3
+        stuck: list[int] = []
+        at = low
+        for slot in range(low, high):
+            n = runs.length_at.get(slot, 0)
+            if n:
+                stuck += range(at // size, (slot - 1) // size + 1)
+                at = slot + n
+            elif slot > at and runs.start_at.get(slot, slot) <= low:
+                at = slot  # free from before the first of them
+        if at < high:
+            stuck += range(at // size, last)
+        return sorted(set(stuck))
+
+    def _anywhere(self, n: int) -> list[int] | None:
+        """The last `n` slots of a free run outside the window, even of one that is no use but as a run."""
+        runs, size = self.pool.runs, self.index.size
+        low, high = self._apart[0] * size, self._apart[1] * size
+        occupied = runs.occupied >> runs.holes << runs.holes
+        while occupied:
+            c = (occupied & -occupied).bit_length() - 1
+            occupied ^= 1 << c
+            for start in islice(reversed(runs.classes[c]), 8):
+                self.work -= 1
+                stop = start + runs.length_at[start]
+                if stop - start >= n and (start >= high or stop <= low) and start not in self._used:
+                    self._used.add(start)
+                    return [stop - n, n]
+        return None
 
     def _keep_one(self, group: int, now: float) -> None:
         """There is no room for what is in `group`'s window: the fullest that was to be cleared is filled instead."""
@@ -489,6 +605,9 @@ class Windows:
         return [slot, n] if front else [slot + length - n, n]
 
     def _is_target(self, block: int) -> bool:
+        start, stop = self._apart
+        if start <= block < stop:
+            return False
         window = self.window_of(block)
         if window < 0:
             return True
@@ -547,6 +666,60 @@ class Windows:
             n = min(length_at.get(at, 0), high - at)
             if n >= unit:
                 add(at, n, True)
+
+
+class Search:
+    """The cheapest stretch of `blocks` blocks without an obstacle, looked for a stride at a time."""
+
+    def __init__(self, windows: Windows, blocks: int) -> None:
+        self.windows = windows
+        self.blocks = blocks
+        self.used = np.frombuffer(windows.index.used, dtype=np.int32)
+        self.stuck = np.frombuffer(windows.stuck, dtype=np.uint8)
+        strides = -(-windows.blocks // STRIDE)
+        self.costs: list[int] = [-1] * strides  # of the cheapest stretch that begins in each; -1: not known
+        self.starts = [0] * strides
+        self.unknown = list(range(strides))
+
+    def more(self) -> bool:
+        """Looks at one more stride; False: all have been."""
+        if not self.unknown:
+            return False
+        stride = self.unknown.pop()
+        first = stride * STRIDE
+        last = min(first + STRIDE + self.blocks - 1, self.windows.blocks)
+        self.windows.work -= 16 + ((last - first) >> 8)
+        if last - first < self.blocks:
+            self.costs[stride] = IMPOSSIBLE
+            return True
+        cost = self.used[first:last] + self.stuck[first:last].astype(np.int64) * IMPOSSIBLE
+        sums = np.concatenate((_ZERO, np.cumsum(cost)))
+        sums = sums[self.blocks :] - sums[: -self.blocks]
+        least = int(sums.argmin())
+        self.costs[stride] = int(sums[least])
+        self.starts[stride] = first + least
+        return True
+
+    def best(self) -> int | None:
+        """The first block of the cheapest stretch, None when each has something in it that cannot go."""
+        cost = min(self.costs)
+        self.windows.work -= len(self.costs) >> 6
+        if cost >= IMPOSSIBLE:
+            return None
+        stride = self.costs.index(cost)
+        start = self.starts[stride]
+        if sum(self.windows.index.used[start : start + self.blocks]) != cost:
+            self.unknown.append(stride)  # it has changed
+            self.more()
+            return self.best()
+        return start
+
+    def changed(self, low: int, high: int) -> None:
+        """There are obstacles among the blocks from `low` to `high`."""
+        for stride in range(max(0, low - self.blocks + 1) // STRIDE, high // STRIDE + 1):
+            if self.costs[stride] >= 0:
+                self.costs[stride] = -1
+                self.unknown.append(stride)
 
 
 def _by_length(piece: Piece) -> int:

@@ -6,8 +6,11 @@ one slot read from where it was would spoil all logits from there on.
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ transformers: Any = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install 'kvslot[hf]'"
 )
 
-from kvslot.api.client import Client  # noqa: E402
+from kvslot.api.client import Client, Control  # noqa: E402
 from kvslot.engines.hf import PoolCache  # noqa: E402
 from kvslot.engines.hf import cache as cache_module  # noqa: E402
 from kvslot.engines.hf.cache import MODES  # noqa: E402
@@ -54,6 +57,29 @@ def daemon(model: Any, mover: dict[str, Any]) -> Iterator[Running]:
         yield one
 
 
+@contextmanager
+def holes(daemon: Running, mover: dict[str, Any]) -> Iterator[None]:
+    """Meanwhile the daemon's compactor always has something to gain: what nobody reads is evicted, a little at a time."""
+    over = threading.Event()
+
+    def make() -> None:
+        rng = random.Random(1)
+        with Control(str(daemon.socket)) as control:
+            while not over.wait(0.004):
+                control.evict(rng.randrange(1, 30))
+                control.defrag("once")
+
+    thread = threading.Thread(target=make)
+    if mover["compaction"] == "forced":
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
 def scatter(client: Client, model: Any, count: int = 24) -> None:
     """Leaves pieces and holes: prompts of many lengths are computed and given back, every other one for good."""
     for seed in range(count):
@@ -63,26 +89,29 @@ def scatter(client: Client, model: Any, count: int = 24) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_the_same_while_what_is_read_moves(daemon: Running, model: Any, mode: str) -> None:
+def test_tokens_are_the_same_while_what_is_read_moves(
+    daemon: Running, model: Any, mode: str, mover: dict[str, Any]
+) -> None:
     """Cold, hit, forked and padded: tokens and logits are those of transformers' own cache, to the last bit."""
     ids = tokens(90)
     both, mask = padded(tokens(70, seed=2), tokens(31, seed=3))
     with engine(daemon, model, tenant=str(next(TENANTS)), movable=True) as client:
-        scatter(client, model)
-        for round_ in range(3):
-            for given, shown in ((ids, None), (both, mask)):
-                with PoolCache(client, model, given, shown, mode=mode) as cache:
-                    ours = told(model, given, cache, shown, new=40)
-                theirs = told(model, given, None, shown, new=40)
-                if round_ or shown is not None:
+        for round_ in range(8):
+            scatter(client, model)
+            with holes(daemon, mover):
+                for given, shown in ((ids, None), (both, mask)):
+                    with PoolCache(client, model, given, shown, mode=mode) as cache:
+                        ours = told(model, given, cache, shown, new=40)
+                    theirs = told(model, given, None, shown, new=40)
                     assert torch.equal(ours.sequences, theirs.sequences)
-                else:
-                    assert same(ours, theirs)
-            with PoolCache(client, model, ids, mode=mode) as cache:
-                beams = told(model, ids, cache, new=20, num_beams=3)
-            assert torch.equal(beams.sequences, told(model, ids, new=20, num_beams=3).sequences)
+                    assert round_ or shown is not None or same(ours, theirs)
+                with PoolCache(client, model, ids, mode=mode) as cache:
+                    beams = told(model, ids, cache, new=20, num_beams=3)
+                assert torch.equal(beams.sequences, told(model, ids, new=20, num_beams=3).sequences)
+            if round_ > 1 and client.statistics().moves > 10:
+                break
         assert client.statistics().moves > 10
-        assert check_pool(client, model, ids, least=89) >= 89
+        check_pool(client, model, ids)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -114,11 +143,15 @@ def test_a_forward_of_many_steps_looks_again(
         own = transformers.DynamicCache(config=model.config)
         model(input_ids=ids[:, : start - 1], cache=own)
         want = model(input_ids=ids[:, start - 1 :], cache=own).logits
-        for _ in range(12):
-            with PoolCache(client, model, ids, mode=mode, publish=False) as cache:
+        client.pin(ids[0, :start])
+        for _ in range(60):
+            with holes(one, mover), PoolCache(client, model, ids, mode=mode, publish=False) as cache:
                 assert cache.hits[0] in (start - 1, start)
                 have = model(input_ids=ids[:, cache.hit :], cache=cache).logits
             assert torch.allclose(have, want[:, -have.shape[1] :], atol=1e-4)
+            if looked > 11:
+                break
+            scatter(client, model, 6)
     assert looked
 
 
@@ -132,5 +165,5 @@ def test_windows_slide_over_what_moves(kind: str, mode: str, mover: dict[str, An
     with pooled(model, daemon=mover) as one, engine(one, model, movable=True) as client:
         scatter(client, model)
         for _ in range(3):
-            with PoolCache(client, model, ids, mode=mode) as cache:
+            with holes(one, mover), PoolCache(client, model, ids, mode=mode) as cache:
                 assert torch.equal(told(model, ids, cache, new=40).sequences, want.sequences)
