@@ -383,16 +383,12 @@ class Planner:
                 index.remaining[block] = holes
             self._file(block, holes)
 
-
-def _by_length(piece: Piece) -> int:
-    return -piece.length
-
     # -- join --------------------------------------------------------------------------------------------------
 
     def _join(self, plan: Plan, budget: int, now: float) -> None:
         """Nodes in many extents that have been read lately go to one run each, no longer than need be."""
         pool = self.pool
-        tree, runs = pool.tree, pool.runs
+        tree = pool.tree
         if not self._scattered:
             self._joined = {node: until for node, until in self._joined.items() if until > now}
             self._scattered = [node for node in tree.scattered if node not in self._joined]
@@ -451,6 +447,10 @@ def _by_length(piece: Piece) -> int:
             if best >= 0:
                 return best
         return -1
+
+
+def _by_length(piece: Piece) -> int:
+    return -piece.length
 
 
 class Rest(msgspec.Struct, gc=False):
