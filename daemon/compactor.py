@@ -525,9 +525,9 @@ class Compactor:
                 continue
             here.add(member.number)
             seen = page.words
-            predictor.seen(
-                member.number, session.submitted, seen[BEGAN] / 1e9, seen[ENDED] / 1e9, bool(seen[BUSY])
-            )
+            # A step is submitted a moment before its page says busy.
+            busy = session.submitted != session.completed or seen[BUSY] != 0
+            predictor.seen(member.number, session.submitted, seen[BEGAN] / 1e9, seen[ENDED] / 1e9, busy)
             predictor.stalled(member.number, session.stalled)
             if not session.stalled:
                 words.append(seen)
