@@ -6,8 +6,9 @@ is wholly free and every other one can be emptied.  Then a round is measured wit
     allocate    the C load generator allocates and frees on a timetable; in every other round the daemon compacts at
                 half duty (`compaction_duty`), whatever else there is to do
     steps       an engine in this process: sequences that read their K and V through the mapping, write a token each,
-                and wait a little between steps, where a host would schedule, sample and launch.  In every other round
-                the daemon compacts in those gaps (`compaction = idle`).  Off is held against off as well
+                and wait a little between steps, where a host would schedule, sample and launch.  One daemon compacts
+                in those gaps (`compaction = idle`), another one never does; off is held against off as well.  A daemon
+                has to learn an engine's gaps: those rounds are told of apart
 
 Slots of 64 KiB in 32 planes, as a model of 16 layers has them.  Where the kernel permits it all threads of both sides
 run under SCHED_FIFO during a round; the pool is touched beforehand.
@@ -16,6 +17,7 @@ run under SCHED_FIFO during a round; the pool is touched beforehand.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import statistics
 import tempfile
@@ -63,6 +65,7 @@ CONTEXT: Final = 384
 PLANES_READ: Final = 3
 """Of each sequence in a step: as many as make a step of some milliseconds."""
 GAP_S: Final = 0.001
+WARM_STEPS: Final = 50
 AWAKE_S: Final = 2.5
 """Until a daemon that had nothing to do has seen that there is something."""
 SUITE: Final = "compaction"
@@ -76,12 +79,13 @@ class Size(NamedTuple):
     slots: int = 24_576
     rounds: int = 16
     seconds: float = 0.25
-    step_rounds: int = 16
-    steps: int = 200
+    step_cold: int = 12
+    step_rounds: int = 20
+    steps: int = 250
 
 
 FULL: Final = Size()
-QUICK: Final = Size(slots=16_384, rounds=4, step_rounds=4, steps=100)
+QUICK: Final = Size(slots=16_384, rounds=4, step_cold=4, step_rounds=4, steps=150)
 
 
 class Scatter:
@@ -125,16 +129,27 @@ def threads(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def compacted(size: Size, **settings: object) -> Iterator[tuple[Daemon, Control, Scatter, Path]]:
+def compacted(
+    size: Size, compaction: str, duty: float = DUTY
+) -> Iterator[tuple[Daemon, Control, Scatter, Path]]:
     """A daemon with a pool to scatter, its control, and what scatters it."""
     with (
         tempfile.TemporaryDirectory(prefix="kvslot-bench-") as name,
-        Daemon(Path(name), slots=size.slots, layout=LAYOUT, prefault=True, **settings) as daemon,
+        Daemon(
+            Path(name),
+            slots=size.slots,
+            layout=LAYOUT,
+            prefault=True,
+            compaction=compaction,
+            compaction_duty=duty,
+        ) as daemon,
         Control(str(daemon.socket)) as control,
     ):
         scatter = Scatter(daemon, control, size)
         try:
             yield daemon, control, scatter, Path(name)
+        except OSError as error:
+            raise RuntimeError(f"{error}; the daemon's last words:\n{daemon.words()}") from error
         finally:
             scatter.close()
 
@@ -164,7 +179,7 @@ def measure_allocate(
         except Unavailable as error:
             document.meta.skipped["allocate"] = str(error)
             return []
-        with compacted(size, compaction="off", compaction_duty=DUTY) as (daemon, control, scatter, where):
+        with compacted(size, "off") as (daemon, control, scatter, where):
             document.meta.loop = daemon.loop()
             players = []
             peers = []
@@ -276,52 +291,80 @@ class Engine:
         self.client.close()
 
 
-def measure_steps(*, document: Document, quick: bool, report: Progress, realtime: Realtime) -> list[Result]:
-    """Steps with compaction in their gaps, without it, and without it once more."""
-    import os
+class Seen(NamedTuple):
+    """What a daemon counted while an engine ran its steps."""
 
+    steps: int
+    collisions: int
+    moved_bytes: int
+    copy_s: float
+
+
+class Side:
+    """A daemon, and the one engine on its pool."""
+
+    def __init__(self, daemon: Daemon, control: Control, scatter: Scatter, realtime: Realtime) -> None:
+        self._daemon = daemon
+        self._control = control
+        self._scatter = scatter
+        self._realtime = realtime
+        self._engine = Engine(daemon)
+        self._engine.steps(WARM_STEPS)
+
+    def round(self, steps: int, rounds: list[list[float]]) -> Seen:
+        """Scatters the pool, then appends the times of so many steps."""
+        self._scatter.evict()
+        self._scatter()
+        # The daemon looks once a second whether there is anything to do; what it does then is not at its first moment.
+        until = time.monotonic() + AWAKE_S
+        while status(self._control).state in ("settled", "backed off") and time.monotonic() < until:
+            self._engine.steps(10)
+        before = status(self._control)
+        with self._realtime(os.getpid(), *threads(self._daemon.pid)):
+            rounds.append(self._engine.steps(steps))
+        after = status(self._control)
+        return Seen(
+            steps,
+            after.collisions - before.collisions,
+            after.moved_bytes - before.moved_bytes,
+            after.copy_seconds - before.copy_seconds,
+        )
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def measure_steps(*, document: Document, quick: bool, report: Progress, realtime: Realtime) -> list[Result]:
+    """Steps on a pool that is compacted in their gaps, and twice on one that never is."""
     size = QUICK if quick else FULL
     rounds: dict[str, list[list[float]]] = {"on": [], "off": [], "again": []}
-    begun = collisions = moved = 0
-    asleep = 0
-    with compacted(size, compaction="idle") as (daemon, control, scatter, _):
+    cold: list[Seen] = []
+    warm: list[Seen] = []
+    with (
+        compacted(size, "idle") as (daemon, control, scatter, _),
+        compacted(size, "off") as (daemon_off, control_off, scatter_off, _),
+    ):
         document.meta.loop = daemon.loop()
-        control.defrag("stop")
-        engine = Engine(daemon)
-        engine.steps(size.steps)
-        for nth in range(size.step_rounds):
-            order = ("on", "off", "again")
-            for at in range(3):
-                side = order[(nth + at) % 3]
-                report("an engine's steps", (nth + at / 3) / size.step_rounds)
-                scatter.evict()
-                scatter()
-                if side == "on":
-                    control.defrag("start")
-                    until = time.monotonic() + AWAKE_S
-                    while status(control).state not in ("moving", "waiting"):
-                        engine.steps(10)
-                        if time.monotonic() > until:
-                            asleep += 1
-                            break
-                else:
-                    engine.steps(20)
-                before = status(control)
-                with realtime(os.getpid(), *threads(daemon.pid)):
-                    rounds[side].append(engine.steps(size.steps))
-                after = status(control)
-                control.defrag("stop")
-                if side == "on":
-                    begun += after.steps - before.steps
-                    collisions += after.collisions - before.collisions
-                    moved += after.moved_bytes - before.moved_bytes
-        engine.close()
-    return _steps(rounds, begun, collisions, moved, asleep)
+        with (
+            contextlib.closing(Side(daemon, control, scatter, realtime)) as on,
+            contextlib.closing(Side(daemon_off, control_off, scatter_off, realtime)) as off,
+        ):
+            for nth in range(size.step_cold):
+                report("an engine's first steps", 0.3 * nth / size.step_cold)
+                cold.append(on.round(size.steps, []))
+            for nth in range(size.step_rounds):
+                report("an engine's steps", 0.3 + 0.7 * nth / size.step_rounds)
+                for at in range(3):
+                    side = ("on", "off", "again")[(nth + at) % 3]
+                    seen = (on if side == "on" else off).round(size.steps, rounds[side])
+                    if side == "on":
+                        warm.append(seen)
+    return _steps(rounds, Seen(*map(sum, zip(*cold, strict=True))), Seen(*map(sum, zip(*warm, strict=True))))
 
 
-def _steps(
-    rounds: dict[str, list[list[float]]], begun: int, collisions: int, moved: int, asleep: int
-) -> list[Result]:
+def _steps(rounds: dict[str, list[list[float]]], cold: Seen, warm: Seen) -> list[Result]:
+    """The rows, from times by side and round."""
+
     def at(share: float, side: str) -> list[float]:
         return [sorted(each)[int(share * len(each))] for each in rounds[side]]
 
@@ -333,12 +376,17 @@ def _steps(
     results = [
         row(
             "step_p50", statistics.median(against(0.5, "on")), samples,
-            f"off against off: {off[0]:.3f}; {moved / 1e6:,.0f} MB moved in {len(rounds['on'])} rounds"
-            + (f", in {asleep} of them nothing to move" if asleep else ""),
+            f"off against off: {off[0]:.3f}; {warm.moved_bytes / 1e6:,.0f} MB moved in {len(rounds['on'])} rounds, "
+            f"{warm.moved_bytes / 1e9 / max(warm.copy_s, 1e-9):.1f} GB/s",
         ),
         row(
-            "step_collisions_pct", 100 * collisions / max(1, begun), begun,
-            f"{collisions} of {begun} begins while copies were under way or planned",
+            "step_collisions_pct", 100 * warm.collisions / warm.steps, warm.steps,
+            f"the daemon knew the engine for {cold.steps:,} steps",
+        ),
+        row(
+            "step_collisions_cold_pct", 100 * cold.collisions / cold.steps, cold.steps,
+            f"{cold.moved_bytes / 1e6:,.0f} MB moved, {cold.moved_bytes / 1e9 / max(cold.copy_s, 1e-9):.1f} GB/s",
+            unit="%", what="the same while the daemon learned this engine's gaps",
         ),
         row(
             "step_p99", statistics.median(against(0.99, "on")), samples,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Final, NamedTuple
 
 import msgspec
@@ -230,7 +231,7 @@ def measure_slices(size: Size, cost: int, report: Progress) -> list[Result]:
     """The planner on a large pool: what it takes note of, and what it plans, in slices of thread CPU time."""
     report(f"filling a pool of {size.blocks_large:,} blocks", 0.0)
 
-    def lengths(rng: pieces.Random) -> int:
+    def lengths(rng: Random) -> int:
         return pieces.short(rng) if rng.random() < 0.8 else pieces.medium(rng)
 
     made = pieces.sixty(lengths, blocks=size.blocks_large)
