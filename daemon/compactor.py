@@ -277,6 +277,7 @@ class Compactor:
         self._idle_since = now
         if self._planner is None:
             self._planner = Planner(self.hosted.core)
+            self.state = "planning"
             return 0.0
         if not pace.at_duty(reading, now, self._gap_last):
             if self._sought is None:
@@ -286,6 +287,7 @@ class Compactor:
             if delay:
                 return delay
         self._sought = None
+        self.state = "planning"
         self._look_who_follows(now)
         began = time.perf_counter()
         plan = self._planner.plan(self._budget, order.purpose, now, blocks=order.blocks)
@@ -437,7 +439,7 @@ class Compactor:
                 self.state = "stopping"
                 self._give_up()
             return 0.0 if not self._flying else math.inf
-        if self.state != "off":
+        if self._planner is not None or self.state != "off":
             self.state = "off"
             self.pace.reason = "switched off"
             self._order = None

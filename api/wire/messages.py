@@ -512,7 +512,7 @@ class Compaction(msgspec.Struct, array_like=True, frozen=True):
 
     pool: str
     mode: str  # "off", "idle": in gaps between engines' steps; "forced": at any time
-    state: str  # "off", "settled", "backed off", "waiting" for a gap, "moving", "stopping"
+    state: str  # "off", "settled", "backed off", "planning", "waiting" for a gap, "moving", "stopping"
     reason: str  # of that, for people
     once: bool  # asked to go on to rest, whatever the mode
     purpose: str  # of the plan under way, or of the last: "free_blocks", "run", "join"; "" before the first
