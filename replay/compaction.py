@@ -11,7 +11,7 @@ blocks that it takes into use are taken off what the source's death gives.
 
 At rest purposes come in the order in which they pay: whole blocks first, then runs of RUN_BLOCKS blocks for whoever
 needs one, then prefixes that lie in many pieces.  `greedy` is the plain way of the baseline: all pieces of the
-emptiest block go to the best-fitting holes, and nothing else is looked at.
+emptiest block go to the best-fitting holes, and nothing else is looked at; it ends with a plan that gave no block back.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Compactor:
             if each not in PURPOSES:
                 raise ValueError(f"purpose is {each!r}; there are {', '.join(PURPOSES)}")
         self.pool = pool
+        self._greedy = planner == "greedy"
         self.planner: Plans = Planner(pool) if planner == "planned" else Greedy(pool)
         self.purposes = [Purpose(each) for each in purposes or PURPOSES]
         self.given_back = 0
@@ -92,11 +93,15 @@ class Compactor:
             if not left:
                 return
             self._feed(now)
+            before = self.given_back
             self._begin(REST_TOKENS, left[0], now)
             if self._under_way:
                 self._drain()
             else:
                 del left[0]
+                continue
+            if self._greedy and self.given_back <= before:
+                return  # it has no other end: what it moved it would move again
         raise Restless(f"no rest after {REST_ROUNDS:,} plans")
 
     def _feed(self, now: float) -> None:
