@@ -4,7 +4,7 @@
                         a second of CPU time of the device's thread, all that it does included, against one memcpy of
                         as many bytes within the same memory.  Rounds alternate; the ratio is the median of the rounds'
     step_to_last_byte   another process plays an engine: it stores "busy" into a page, as `step()` does, while copies
-                        run without a pause, and then looks at the target of the cut under way until its last bytes
+                        run whenever it does not, and then looks at the target of the cut under way until its last bytes
                         have come and no other cut begins.  From the store to then
     paced_p50           a loop that wakes a thousand times a second and works, with copies at half duty and without, in
                         turns, under SCHED_FIFO where that is permitted: lateness plus work
@@ -14,7 +14,7 @@ by its thread's CPU time, since after a chunk the thread may wait for the interp
 meanwhile; it is printed beside what the engine saw.  Engine and device thread run under SCHED_FIFO where that is
 permitted: else what is measured on a busy machine is how long the kernel lets others run in the middle of a copy.
 
-Run by itself: `python -Im kvslot.benchmarks.copies [--quick] [--json]`.
+Run by itself: `python -Ic 'from kvslot.benchmarks.copies import main; main()' [--quick] [--json]`.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ def step_to_last_byte(*, quick: bool = False, seed: int = 0, report: Progress | 
                 unit="us",
                 what=f"from an engine's step-begin store to the last byte copied, {words}",
                 samples=len(made.late),
-                note=f"{len(made.late)} of {made.steps} begins met a cut (by the device's count {made.met}), copies "
-                f"running without a pause; {made.begun} cuts began after the store",
+                note=f"{len(made.late)} of {made.steps} begins met a cut (by the device's count {made.met}); "
+                f"{made.begun} cuts began after the store",
                 suite=SUITE,
             ),
             result(

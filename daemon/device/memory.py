@@ -18,9 +18,10 @@ Events are numbered by lane in the order of their copies and a lane ends them in
 one number a lane and only failures are remembered.  `completion` looks at that number; nothing waits for the thread but
 `close`.
 
-Between two chunks the thread needs the interpreter lock.  A chunk's time is therefore the thread's CPU time: after it
-the thread may wait for milliseconds, in which nothing is copied.  And a loop that is at work pays for every time that
-the thread takes the lock, since it has to be woken anew: chunks come a millisecond apart then.
+Between two chunks the thread needs the interpreter lock.  A chunk that took long by the wall is therefore taken to have
+ended when its CPU time had passed: after it the thread may wait for milliseconds, in which nothing is copied.  And a
+loop that is at work pays for every time that the thread takes the lock, since it has to be woken anew: chunks come up
+to a millisecond apart then.
 
 Checked as the simulated device checks it: pieces within the pool, targets apart from each other, from the sources of
 their batch, and (up to `WATCHED_MAX` pieces under way) from what other copies still write.
@@ -78,8 +79,10 @@ WEIGHT_MIN: Final = 4 * 4096
 """The same of its weight; and a chunk is not made smaller than this to fit into the time that is left."""
 TOUCHED_MIN: Final = 4
 """Rows of a cut from which on they are touched first."""
+LOOK_SECONDS: Final = 100e-6
+"""Between two looks at whether the loop is at work."""
 BUSY_SHARE: Final = 0.25
-"""Of the time since the chunk before: if the thread that allowed the copies was at work for as long, this one rests."""
+"""Of the time since the look before: if the thread that allowed the copies was at work for as long, this one rests."""
 REST_SECONDS_MIN: Final = 50e-6
 REST_SECONDS_MAX: Final = 1e-3
 """How long: from the first doubled each time in a row.  A chunk a millisecond costs a busy loop some 5 %."""
@@ -244,8 +247,7 @@ class MemoryDevice:
         self._gate: _Gate | None = None
         self._counts = _Counts()
         self._speed = SPEED_FIRST  # weight a second, lately
-        self._rest = 0.0  # before the next chunk
-        self._rested = False  # and whether that has been
+        self._rest = 0.0  # the last one, if it was called for
         self._worked = self._worked_at = 0.0  # CPU time of the gate's caller as of then
         self._ran = False  # a chunk was copied since the gate last shut
         self._last = 0.0  # when the last gated byte was copied
@@ -617,13 +619,21 @@ class MemoryDevice:
 
         What is between two chunks holds the interpreter lock, which the loop may be waiting for: it is kept short.
         """
-        counts, ordinary, cutter, move = self._counts, self._lanes[0], batch.cutter, self._copy
-        cpu = time.thread_time()
+        counts, ordinary, cutter, move, monotonic = (
+            self._counts,
+            self._lanes[0],
+            batch.cutter,
+            self._copy,
+            time.monotonic,
+        )
+        # The thread's clock costs as much as all else here, so that it is read only after a chunk that took long.
+        cpu, accounted, start = time.thread_time(), 0.0, monotonic()
+        rested = False
         while not (cutter.ended() or batch.dropped or ordinary.queue):
-            if self._rest and not self._rested:
-                self._rested = True
+            if not rested and start - self._worked_at > LOOK_SECONDS and self._must_rest(gate):
                 time.sleep(self._rest)
-                cpu = time.thread_time()
+                cpu, accounted, start = time.thread_time(), 0.0, monotonic()
+                rested = True
                 continue
             if self._gate is not gate:
                 return True
@@ -636,7 +646,6 @@ class MemoryDevice:
             room = self.chunk_bytes
             if allowance.bytes_left < room:
                 room = allowance.bytes_left
-            start = time.monotonic()
             seconds = allowance.deadline - start
             weight = (CHUNK_SECONDS if seconds > CHUNK_SECONDS else seconds) * self._speed
             if room <= 0 or (seconds < CHUNK_SECONDS and weight < WEIGHT_MIN):
@@ -663,30 +672,31 @@ class MemoryDevice:
                 rows = cut[2] - cut[1]
                 size += rows * cut[5]
                 weighed += rows * (cut[5] + ROW_BYTES) + CALL_BYTES
+                now = monotonic()
                 if cutter.ended() or room - size < CUT_BYTES_MIN or left - weighed < WEIGHT_MIN:
                     break
-                if time.monotonic() - start > CHUNK_SECONDS:
+                if now - start > CHUNK_SECONDS:
                     break  # it had to wait between two cuts, and somebody's step may have begun
-            now = time.thread_time()
-            took = now - cpu
-            cpu = now
+            took = now - start
+            if took > CHUNK_SECONDS:
+                took = max(1e-6, min(took, time.thread_time() - cpu - accounted))
+            accounted += took
             self._last = start + took
+            start, rested = now, False
             counts.chunks += 1
             counts.copied += size
-            if took > 0:
-                counts.seconds += took
-                counts.bandwidth += (size / took - counts.bandwidth) / min(16, counts.chunks)
-                # Follows quickly what slows down and slowly what speeds up: rather an allowance not used up than late.
-                speed = weighed / took
-                self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
+            counts.seconds += took
+            counts.bandwidth += (size / took - counts.bandwidth) / min(16, counts.chunks)
+            # Follows quickly what slows down and slowly what speeds up: rather an allowance not used up than late.
+            speed = weighed / took
+            self._speed += (speed - self._speed) * (0.25 if speed < self._speed else 0.0625)
             allowance.bytes_left -= size
             allowance.moving = False
             if allowance.shut_at:
                 counts.closed(max(0.0, self._last - allowance.shut_at))
-            self._look_at(gate)
         return True
 
-    def _look_at(self, gate: _Gate) -> None:
+    def _must_rest(self, gate: _Gate) -> bool:
         """Whether the loop is at work: then the next chunk comes after a rest.
 
         Whenever this thread takes the interpreter lock while the loop runs, the loop has to be woken anew.
@@ -694,13 +704,11 @@ class MemoryDevice:
         try:
             worked, at = time.clock_gettime(gate.caller), time.monotonic()
         except OSError:
-            return  # the thread that set the gate is no more
-        if worked - self._worked < BUSY_SHARE * (at - self._worked_at):
-            self._rest = 0.0
-        else:
-            self._rest = min(max(2 * self._rest, REST_SECONDS_MIN), REST_SECONDS_MAX)
-            self._rested = False
+            return False  # the thread that set the gate is no more
+        busy = worked - self._worked >= BUSY_SHARE * (at - self._worked_at)
+        self._rest = min(max(2 * self._rest, REST_SECONDS_MIN), REST_SECONDS_MAX) if busy else 0.0
         self._worked, self._worked_at = worked, at
+        return busy
 
     def _shut(self, gate: _Gate, allowance: _Allowance, began: float, *, watched: bool) -> bool:
         """Shuts the gate unless it was allowed anew meanwhile; whether copies may go on.  `began`: the step, or 0."""
