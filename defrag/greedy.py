@@ -27,7 +27,7 @@ class Greedy:
         self.index = Index(pool)
         self._taken: set[int] = set()  # runs that something is planned to go to in this plan
 
-    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
+    def feed(self, budget: int = 128, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
         return self.index.feed(budget, now)
 

@@ -122,6 +122,7 @@ class Index:
         "entry_tail",
         "fills",
         "first",
+        "group_is_changed",
         "groups_changed",
         "holes",
         "levels",
@@ -160,7 +161,8 @@ class Index:
         self._node_entry = array("i", [0])
         self._dirty: list[int] = []
         self._is_dirty = bytearray(blocks)
-        self.groups_changed: set[int] = set()
+        self.groups_changed: list[int] = []
+        self.group_is_changed = bytearray(-(-blocks // GROUP))
         # Blocks in whose holes something is planned to go -> the holes that are left until that has happened or not.
         self.remaining: dict[int, list[tuple[int, int]]] = {}
         self.emptied: set[int] = (
@@ -342,10 +344,11 @@ class Index:
         if not is_dirty[high]:
             is_dirty[high] = 1
             self._dirty.append(high)
-        if low // GROUP == high // GROUP:
-            self.groups_changed.add(low // GROUP)
-        else:
-            self.groups_changed.update(range(low // GROUP, high // GROUP + 1))
+        is_changed = self.group_is_changed
+        for group in range(low // GROUP, high // GROUP + 1):
+            if not is_changed[group]:
+                is_changed[group] = 1
+                self.groups_changed.append(group)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,9 @@ EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
+SCATTERED = (
+    2  # times as many extents as a node may come to stand in by other moves: from there on it is gathered
+)
 HOT = 1024  # ticks since its last use for which a node is hot, or as many as there are nodes
 JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
 JOINED_MOST = 4096  # nodes remembered for that
@@ -53,7 +56,7 @@ class Plans(Protocol):
 
     pool: Pool
 
-    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
+    def feed(self, budget: int = 128, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
         ...
 
@@ -86,7 +89,7 @@ class Planner:
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
-    def feed(self, budget: int = 256, now: float = 0.0) -> bool:
+    def feed(self, budget: int = 128, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
         return self.index.feed(budget, now)
 
@@ -393,7 +396,7 @@ class Planner:
             self._joined = {node: until for node, until in self._joined.items() if until > now}
             self._scattered = [node for node in tree.scattered if node not in self._joined]
         hot = pool.tick - max(HOT, tree.nodes)
-        longest = 2 * GROUP * pool.block_size
+        longest = GROUP * pool.block_size  # a longer run is worth more as it is
         used: set[int] = set()
         work = WORK
         while self._scattered:
@@ -406,7 +409,11 @@ class Planner:
             if extents is None or tree.tick[node] < hot or tree.flags[node]:
                 continue
             length = tree.length[node]
-            if len(extents) >> 1 <= extents_most(length) or length > longest or node in self._joined:
+            if (
+                len(extents) >> 1 <= SCATTERED * extents_most(length)
+                or length > longest
+                or node in self._joined
+            ):
                 continue
             if plan.moves and plan.cost + length > budget:
                 self._scattered.append(node)

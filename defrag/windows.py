@@ -34,6 +34,7 @@ ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less i
 BACK_OFF = 10.0  # seconds after which what was in the way is looked at again
 PASS_GAIN = 1000  # 1/1000 of what is free: a pass that cleared more is followed by another
 OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
+PLACING = 160  # work that the pieces of a window are always given, however many there were to be looked at
 STRIDE = 4096  # blocks: what a search for one window looks at together
 IMPOSSIBLE = 1 << 40
 _ZERO = np.zeros(1, dtype=np.int64)
@@ -194,19 +195,23 @@ class Windows:
             self._file(group)
             self.work -= 3
         changed = self._changed
-        if not changed and self.index.groups_changed:
-            changed = self._changed = list(self.index.groups_changed)
-            self.index.groups_changed.clear()
-        kept, ring_of = KEPT, self.windows.ring_of
+        heard, is_heard = self.index.groups_changed, self.index.group_is_changed
+        while heard and self.work > 0:
+            group = heard.pop()
+            is_heard[group] = 0
+            self._refresh(group)
         while changed and self.work > 0:
-            group = changed.pop()
-            if group < self._build:
-                self._fill(group)
-                for each in (group, group - 1):
-                    if each >= 0 and ring_of[each] != kept:  # what is being filled is no source at once
-                        self._file(each)
-            self.work -= 2
-        return bool(changed or self._again or self._build < self.groups)
+            self._refresh(changed.pop())
+        return bool(changed or heard or self._again or self._build < self.groups)
+
+    def _refresh(self, group: int) -> None:
+        self.work -= 2
+        if group >= self._build:
+            return
+        self._fill(group)
+        for each in (group, group - 1):
+            if each >= 0 and self.windows.ring_of[each] != KEPT:  # what is being filled is no source at once
+                self._file(each)
 
     def _fill(self, group: int) -> None:
         used = sum(self.index.used[group * GROUP : (group + 1) * GROUP])
@@ -347,6 +352,7 @@ class Windows:
             self._wait(group, LEAVING, now)
             return True
         pieces.sort(key=_by_length)
+        self.work = max(self.work, PLACING)
         undo: list[tuple[int, int, bool]] = []
         targets: list[list[int]] = []
         for piece in pieces:
@@ -409,9 +415,13 @@ class Windows:
                 self._lay(stuck[0], stuck[-1])
                 search.changed(stuck[0], stuck[-1])
                 continue
+            if blocks * self.index.size > self.pool.runs.total:
+                self._search = None  # what is there now fits nowhere else
+                return
             self._begin(start, start + blocks)
             self._level = -1
             pieces.sort(key=_by_length)
+            self.work = max(self.work, PLACING)
             undo: list[tuple[int, int, bool]] = []
             targets: list[list[int]] = []
             for piece in pieces:
