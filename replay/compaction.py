@@ -57,6 +57,8 @@ class Compactor:
         self.planner: Plans = Planner(pool) if planner == "planned" else Greedy(pool)
         self.purposes = [Purpose(each) for each in purposes or PURPOSES]
         self.given_back = 0
+        self._at_once = 0
+        """Moves of the last plan that were over as soon as they began."""
         self.pace = Pace(Rules())
         self._order: Order | None = None
         """What the moves under way are for."""
@@ -89,19 +91,22 @@ class Compactor:
         """Everything that is to be gained, at once.  Raises Restless."""
         self._drain()
         left = list(self.purposes)
+        moved = False
         for _ in range(REST_ROUNDS):
-            if not left:
-                return
             self._feed(now)
             before = self.given_back
             self._begin(REST_TOKENS, left[0], now)
-            if self._under_way:
+            if self._under_way or self._at_once:
+                moved = True
                 self._drain()
-            else:
-                del left[0]
-                continue
-            if self._greedy and self.given_back <= before:
-                return  # it has no other end: what it moved it would move again
+                if not self._greedy or self.given_back > before:
+                    continue
+            # What one purpose has moved may give another one more to do.
+            del left[0]
+            if not left:
+                if self._greedy or not moved:
+                    return
+                left, moved = list(self.purposes), False
         raise Restless(f"no rest after {REST_ROUNDS:,} plans")
 
     def _feed(self, now: float) -> None:
@@ -141,12 +146,19 @@ class Compactor:
         """Plans for `purpose` and begins what was planned."""
         pool = self.pool
         before = pool.runs.blocks_free
+        self._at_once = 0
         for each in self.planner.plan(budget, purpose, now, blocks=RUN_BLOCKS).moves:
             try:
                 move = pool.begin_move(each.node, each.at, each.length, each.target)
             except OutOfTurn:
                 continue  # an earlier move of the plan took what this one was to have
-            self._under_way.append([move.handle, move.length])
+            if self._greedy:
+                # One by one, as is commonly done: where pieces change places between sparse blocks, planned together
+                # nothing would be gained.
+                pool.finish_move(move.handle)
+                self._at_once += 1
+            else:
+                self._under_way.append([move.handle, move.length])
         self.given_back += pool.runs.blocks_free - before
 
     def _finish(self, handle: int) -> None:
