@@ -62,6 +62,8 @@ POLL_FIRST: Final = 0.005
 POLL_LAST: Final = 0.05
 """Seconds between two looks at the pages while copies wait for a gap: a bell may be missed (a store and a load may pass
 each other)."""
+MARGIN: Final = 50e-6
+"""Seconds before the end of what may be copied, by which the last chunk has ended: it takes as long, and errs."""
 PATIENCE: Final = 1.0
 """Seconds that moves wait for a gap; then they are given up, and their targets are free again."""
 SEARCH: Final = 2.0
@@ -483,7 +485,10 @@ class Compactor:
             assert self._predictor is not None
             seconds = self._predictor.budget(now)
             if seconds > 0:
-                device.allow(seconds)
+                # Counted from when it was asked: telling it takes as long as a copy does.
+                left = now + seconds - time.monotonic() - MARGIN
+                if left > MARGIN:
+                    device.allow(left)
                 self.state = "moving"
                 self._allowed_until = now + seconds
                 self._gap_last = now
