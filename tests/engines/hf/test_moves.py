@@ -6,7 +6,6 @@ one slot read from where it was would spoil all logits from there on.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from ...tools.daemon import Running  # noqa: E402
 from ..tools import check_pool, engine, padded, pooled, tiny, tokens  # noqa: E402
 from .test_cache import TENANTS, same, told  # noqa: E402
 
+SEEDS = iter(range(1000, 1 << 30))
 FORCED = {
     "compaction": "forced",
     "compaction_start": 0.01,
@@ -57,20 +57,34 @@ def daemon(model: Any, mover: dict[str, Any]) -> Iterator[Running]:
         yield one
 
 
+def pieces(client: Client, model: Any, *prompts: Any) -> None:
+    """Prompts are computed a few tokens at a time, with others' between them: they lie in many pieces then."""
+
+    def compute(ids: Any) -> None:
+        with torch.no_grad(), PoolCache(client, model, ids) as cache:
+            model(input_ids=ids[:, cache.hit :], cache=cache)
+
+    for ids in prompts:
+        for end in range(5, ids.shape[1] + 1, 5):
+            for other in range(2):
+                compute(tokens(4 + (end + other) % 9, seed=next(SEEDS)))
+            compute(ids[:, :end])
+
+
 @contextmanager
 def holes(daemon: Running, mover: dict[str, Any]) -> Iterator[None]:
-    """Meanwhile the daemon's compactor always has something to gain: what nobody reads is evicted, a little at a time."""
+    """Of all that nobody reads nothing is left; meanwhile the compactor, if it is to run, puts together what is."""
     over = threading.Event()
 
-    def make() -> None:
-        rng = random.Random(1)
+    def compact() -> None:
         with Control(str(daemon.socket)) as control:
             while not over.wait(0.004):
-                control.evict(rng.randrange(1, 30))
                 control.defrag("once")
 
-    thread = threading.Thread(target=make)
-    if mover["compaction"] == "forced":
+    with Control(str(daemon.socket)) as control:
+        control.evict(1 << 20)
+    thread = threading.Thread(target=compact)
+    if mover["compaction"] != "off":
         thread.start()
     try:
         yield
@@ -80,38 +94,39 @@ def holes(daemon: Running, mover: dict[str, Any]) -> Iterator[None]:
             thread.join()
 
 
-def scatter(client: Client, model: Any, count: int = 24) -> None:
-    """Leaves pieces and holes: prompts of many lengths are computed and given back, every other one for good."""
-    for seed in range(count):
-        ids = tokens(7 + 5 * seed % 40, seed=1000 + seed)
-        with torch.no_grad(), PoolCache(client, model, ids, publish=bool(seed % 2)) as cache:
-            model(input_ids=ids, cache=cache)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_same_while_what_is_read_moves(
     daemon: Running, model: Any, mode: str, mover: dict[str, Any]
 ) -> None:
-    """Cold, hit, forked and padded: tokens and logits are those of transformers' own cache, to the last bit."""
-    ids = tokens(90)
-    both, mask = padded(tokens(70, seed=2), tokens(31, seed=3))
+    """Hit, forked and padded rows: tokens are those of transformers' own cache."""
     with engine(daemon, model, tenant=str(next(TENANTS)), movable=True) as client:
-        for round_ in range(8):
-            scatter(client, model)
-            with holes(daemon, mover):
-                for given, shown in ((ids, None), (both, mask)):
-                    with PoolCache(client, model, given, shown, mode=mode) as cache:
-                        ours = told(model, given, cache, shown, new=40)
-                    theirs = told(model, given, None, shown, new=40)
-                    assert torch.equal(ours.sequences, theirs.sequences)
-                    assert round_ or shown is not None or same(ours, theirs)
-                with PoolCache(client, model, ids, mode=mode) as cache:
-                    beams = told(model, ids, cache, new=20, num_beams=3)
-                assert torch.equal(beams.sequences, told(model, ids, new=20, num_beams=3).sequences)
-            if round_ > 1 and client.statistics().moves > 10:
+        for round_ in range(6):
+            ids, *rows = (tokens(90 - 30 * i, seed=100 + 10 * round_ + i) for i in range(3))
+            both, mask = padded(*rows)
+            pieces(client, model, ids, *rows)
+            for given, shown in ((ids, None), (both, mask)):
+                with PoolCache(client, model, given, shown, mode=mode) as cache, holes(daemon, mover):
+                    ours = told(model, given, cache, shown, new=40)
+                assert torch.equal(ours.sequences, told(model, given, None, shown, new=40).sequences)
+            with PoolCache(client, model, ids, mode=mode) as cache, holes(daemon, mover):
+                beams = told(model, ids, cache, new=20, num_beams=3)
+            assert torch.equal(beams.sequences, told(model, ids, new=20, num_beams=3).sequences)
+            if client.statistics().moves > 10:
                 break
         assert client.statistics().moves > 10
         check_pool(client, model, ids)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_are_equal_to_the_last_bit(
+    daemon: Running, model: Any, mode: str, mover: dict[str, Any]
+) -> None:
+    """A prompt that nobody has computed, and what is said after it, while all of it is moved."""
+    with engine(daemon, model, tenant=str(next(TENANTS)), movable=True) as client:
+        ids = tokens(70, seed=next(SEEDS))
+        pieces(client, model, tokens(60, seed=next(SEEDS)))
+        with PoolCache(client, model, ids, mode=mode) as cache, holes(daemon, mover):
+            assert same(told(model, ids, cache, new=40), told(model, ids, new=40))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,25 +148,26 @@ def test_a_forward_of_many_steps_looks_again(
         time.sleep(0.004)  # what a layer of a large model takes
         next_step(cache, plan)
 
-    monkeypatch.setattr(PoolCache, "_look_again", counting)
-    monkeypatch.setattr(PoolCache, "_next_step", slow)
-    ids, start = tokens(300, seed=5), 120
+    start = 60
     with pooled(model, daemon=mover) as one, engine(one, model, movable=True) as client, torch.no_grad():
-        scatter(client, model)
-        with PoolCache(client, model, ids[:, :start]) as cache:
-            model(input_ids=ids[:, :start], cache=cache)
-        own = transformers.DynamicCache(config=model.config)
-        model(input_ids=ids[:, : start - 1], cache=own)
-        want = model(input_ids=ids[:, start - 1 :], cache=own).logits
-        client.pin(ids[0, :start])
-        for _ in range(60):
-            with holes(one, mover), PoolCache(client, model, ids, mode=mode, publish=False) as cache:
-                assert cache.hits[0] in (start - 1, start)
-                have = model(input_ids=ids[:, cache.hit :], cache=cache).logits
-            assert torch.allclose(have, want[:, -have.shape[1] :], atol=1e-4)
-            if looked > 11:
+        for round_ in range(6):
+            ids = tokens(180, seed=200 + round_)
+            pieces(client, model, ids[:, :start])
+            own = transformers.DynamicCache(config=model.config)
+            model(input_ids=ids[:, :start], cache=own)
+            want = model(input_ids=ids[:, start:], cache=own).logits
+            with (
+                monkeypatch.context() as patch,
+                PoolCache(client, model, ids, mode=mode) as cache,
+                holes(one, mover),
+            ):
+                patch.setattr(PoolCache, "_look_again", counting)
+                patch.setattr(PoolCache, "_next_step", slow)
+                assert cache.hits == [start]
+                have = model(input_ids=ids[:, start:], cache=cache).logits
+            assert torch.allclose(have, want, atol=1e-4)
+            if looked > 5:
                 break
-            scatter(client, model, 6)
     assert looked
 
 
@@ -163,7 +179,7 @@ def test_windows_slide_over_what_moves(kind: str, mode: str, mover: dict[str, An
     ids = tokens(60, seed=7)
     want = told(model, ids, new=40)
     with pooled(model, daemon=mover) as one, engine(one, model, movable=True) as client:
-        scatter(client, model)
+        pieces(client, model, ids)
         for _ in range(3):
-            with holes(one, mover), PoolCache(client, model, ids, mode=mode) as cache:
+            with PoolCache(client, model, ids, mode=mode) as cache, holes(one, mover):
                 assert torch.equal(told(model, ids, cache, new=40).sequences, want.sequences)
