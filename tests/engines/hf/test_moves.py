@@ -100,7 +100,8 @@ def test_tokens_are_the_same_while_what_is_read_moves(
 ) -> None:
     """Hit, forked and padded rows: tokens are those of transformers' own cache."""
     with engine(daemon, model, tenant=str(next(TENANTS)), movable=True) as client:
-        for round_ in range(6):
+        round_ = 0
+        while True:
             ids, *rows = (tokens(90 - 30 * i, seed=100 + 10 * round_ + i) for i in range(3))
             both, mask = padded(*rows)
             pieces(client, model, ids, *rows)
@@ -113,7 +114,8 @@ def test_tokens_are_the_same_while_what_is_read_moves(
             assert torch.equal(beams.sequences, told(model, ids, new=20, num_beams=3).sequences)
             if client.statistics().moves > 10:
                 break
-        assert client.statistics().moves > 10
+            round_ += 1
+            assert round_ < 6, "hardly anything was moved"
         check_pool(client, model, ids)
 
 
