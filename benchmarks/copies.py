@@ -2,7 +2,8 @@
 
     copy_16k, copy_4k   a batch of random pieces, 64 planes, through the open gate, looked at before every chunk: bytes
                         a second of CPU time of the device's thread, all that it does included, against one memcpy of
-                        as many bytes within the same memory.  Rounds alternate; the ratio is the median of the rounds'
+                        as many bytes within the same memory.  Rounds alternate; the ratio is the median of the rounds'.
+                        Where there is a C compiler, a loop of memcpy over the same pieces runs in turns with both
     step_to_last_byte   another process plays an engine: it stores "busy" into a page, as `step()` does, while copies
                         run whenever it does not, and then looks at the target of the cut under way until its last bytes
                         have come and no other cut begins.  From the store to then
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
 import mmap
@@ -30,16 +32,19 @@ import select
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
 from kvslot.benchmarks.report import Result, result
 from kvslot.benchmarks.rig import Realtime
+from kvslot.benchmarks.tools import NATIVE, Unavailable, compiler
 from kvslot.daemon.device import Geometry, Piece, Stream
 from kvslot.daemon.device.chunks import Cut
 from kvslot.daemon.device.memory import MemoryDevice
@@ -64,8 +69,8 @@ class Speed(NamedTuple):
 
     memcpy: float
     copies: float
-    moving: float
-    """While bytes moved: without what is between the chunks."""
+    floor: float
+    """Of a loop in C; 0 where it could not be compiled."""
 
 
 # -- speed --------------------------------------------------------------------------------------------------------
@@ -86,6 +91,7 @@ def speeds(piece_bytes: int, *, rounds: int, seed: int = 0, pool_bytes: int = PO
     low = device.stream(low_priority=True)
     words = memoryview(bytearray(64)).cast("Q")
     device.gate(lambda: words[3] == 1)
+    loop = _loop()
     # Not closed but dropped: arrays show it.
     memory = np.frombuffer(mmap.mmap(device.descriptor, device.geometry.total_bytes), np.uint8)
     half = len(memory) // 2
@@ -102,18 +108,26 @@ def speeds(piece_bytes: int, *, rounds: int, seed: int = 0, pool_bytes: int = PO
         blocks = draw.sample(range(slots // BLOCK), 2 * count)
         return [(one * BLOCK, two * BLOCK, BLOCK) for one, two in zip(blocks[::2], blocks[1::2], strict=True)]
 
-    def copies() -> tuple[float, float]:
+    def copies(batch: list[Piece]) -> float:
         device.allow(0)
-        device.copy(low, pieces())
+        device.copy(low, batch)
         clock = _thread_clock("kvslot-device")
-        before = device.gated()
         began = time.clock_gettime(clock)
         device.allow(LONG)
         ended.acquire()
-        took = time.clock_gettime(clock) - began
-        after = device.gated()
-        size = after.copied_bytes - before.copied_bytes
-        return size / took, size / (after.copying_seconds - before.copying_seconds)
+        return len(batch) * PLANES * piece_bytes / (time.clock_gettime(clock) - began)
+
+    def floor(batch: list[Piece]) -> float:
+        if loop is None:
+            return 0.0
+        ends = np.array(batch, np.int64)[:, :2].T * slot_bytes
+        source, target = (np.ascontiguousarray(end) for end in ends)
+        span = device.geometry.span(0)
+        began = time.thread_time()
+        loop(
+            memory.ctypes.data, span, PLANES, source.ctypes.data, target.ctypes.data, len(batch), piece_bytes
+        )
+        return len(batch) * PLANES * piece_bytes / (time.thread_time() - began)
 
     # Every page is to be in every page table first: a fault costs as much as the copy of a page.
     memory[::4096] += np.uint8(0)
@@ -123,12 +137,28 @@ def speeds(piece_bytes: int, *, rounds: int, seed: int = 0, pool_bytes: int = PO
     results = []
     for nth in range(rounds):
         if nth % 2:
-            once, both = memcpy(), copies()
+            results.append(Speed(memcpy(), copies(pieces()), floor(pieces())))
         else:
-            both, once = copies(), memcpy()
-        results.append(Speed(once, *both))
+            low_priority, native = copies(pieces()), floor(pieces())
+            results.append(Speed(memcpy(), low_priority, native))
     device.close()
     return results
+
+
+def _loop() -> Callable[..., object] | None:
+    """native/rows.c, compiled; None where it cannot be."""
+    with tempfile.TemporaryDirectory(prefix="kvslot-") as folder:
+        made = Path(folder) / "rows.so"
+        flags = ("-std=gnu11", "-O2", "-shared", "-fPIC")
+        try:
+            command = [compiler(), *flags, "-o", str(made), str(NATIVE / "rows.c")]
+            subprocess.run(command, check=True, capture_output=True)
+            function = ctypes.CDLL(str(made)).rows
+        except (Unavailable, OSError, subprocess.CalledProcessError):
+            return None
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    function.argtypes = (pointer, number, number, pointer, pointer, number, number)
+    return cast("Callable[..., object]", function)
 
 
 def _thread_clock(name: str) -> int:
@@ -138,7 +168,12 @@ def _thread_clock(name: str) -> int:
 
 
 def copy_speed(
-    *, quick: bool = False, seed: int = 0, report: Progress | None = None, sizes: Sequence[int] = (16, 4)
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    report: Progress | None = None,
+    sizes: Sequence[int] = (16, 4),
+    pool_bytes: int = POOL_BYTES,
 ) -> list[Result]:
     """Rows `copy_16k` and `copy_4k` (and so on, by `sizes` in KiB), and their bandwidths."""
     rows = []
@@ -146,9 +181,9 @@ def copy_speed(
     for nth, size in enumerate(sizes):
         if report is not None:
             report(f"copies of {size} KiB pieces", nth / len(sizes))
-        made = speeds(size << 10, rounds=rounds, seed=seed)
+        made = speeds(size << 10, rounds=rounds, seed=seed, pool_bytes=pool_bytes)
         ratio = statistics.median(each.copies / each.memcpy for each in made)
-        moving = statistics.median(each.moving / each.memcpy for each in made)
+        floor = statistics.median(each.floor / each.memcpy for each in made)
         best = max(each.copies for each in made) / max(each.memcpy for each in made)
         rows += [
             result(
@@ -158,7 +193,18 @@ def copy_speed(
                 ratio_to="memcpy",
                 what=f"copy speed on the CPU pool, pieces of {size} KiB in {PLANES} planes",
                 samples=len(made),
-                note=f"best of both sides: {best:.2f}; while bytes moved, gate and loop left out: {moving:.2f}",
+                note=f"best of both sides: {best:.2f}; a loop of memcpy in C: "
+                + (f"{floor:.2f}" if floor else "not compiled"),
+                suite=SUITE,
+            ),
+            result(
+                f"copy_{size}k_native",
+                statistics.median(each.copies / each.floor for each in made) if floor else 0.0,
+                unit="x",
+                ratio_to="a loop of memcpy in C",
+                what="the same against what the machine allows for such pieces",
+                samples=len(made),
+                note="" if floor else "no C compiler",
                 suite=SUITE,
             ),
             result(
@@ -279,10 +325,12 @@ class Stops(NamedTuple):
     steps: int
 
 
-def stops(*, steps: int, loaded: bool, seed: int = 0, piece_bytes: int = 16 << 10) -> Stops:
+def stops(
+    *, steps: int, loaded: bool, seed: int = 0, piece_bytes: int = 16 << 10, pool_bytes: int = POOL_BYTES // 2
+) -> Stops:
     """Plays `steps` steps of an engine against copies that run whenever it does not."""
     slot_bytes = piece_bytes // BLOCK
-    slots = (POOL_BYTES // 2) // (PLANES * slot_bytes)
+    slots = pool_bytes // (PLANES * slot_bytes)
     told = os.eventfd(0, os.EFD_NONBLOCK)
     device = _Device(
         Geometry(slots=slots, slot_bytes=(slot_bytes,) * PLANES, alignment=4096),
@@ -378,9 +426,11 @@ def step_to_last_byte(*, quick: bool = False, seed: int = 0, report: Progress | 
 # -- a loop beside it ---------------------------------------------------------------------------------------------
 
 
-def paced(*, quick: bool = False, seed: int = 0, report: Progress | None = None) -> list[Result]:
+def paced(
+    *, quick: bool = False, seed: int = 0, report: Progress | None = None, pool_bytes: int = POOL_BYTES // 2
+) -> list[Result]:
     """Rows `paced_p50` and `paced_p99`: a loop's wake and work, copies at half duty against none."""
-    slot_bytes, slots = 1024, (POOL_BYTES // 2) // (PLANES * 1024)
+    slot_bytes, slots = 1024, pool_bytes // (PLANES * 1024)
     device = MemoryDevice(
         Geometry(slots=slots, slot_bytes=(slot_bytes,) * PLANES, alignment=4096), name="bench"
     )
