@@ -19,7 +19,7 @@ on the socket; `submit` takes that over, all at once, at the begin of a step:
     tables change, EPOCH is stored, then SUBMITTED       from here on the old slots are read by steps under way at most
 
 So a table, and whatever was made of one (index arrays), is good until the next step begins, and in a step those that
-were looked up since its begin.
+were looked up since its begin.  (`admit` does the same while it waits with no step under way: the next may be far.)
 
 One thread at a time.  A child of a fork cannot use its parent's client: everything raises WrongProcess there, and
 nothing reaches the parent's socket.
@@ -549,8 +549,7 @@ class Client:
         if session.waiting:
             session.retry(time.monotonic())
         if session.epoch != self._epoch:
-            session.follow()
-            self._epoch = words[EPOCH] = session.epoch  # before SUBMITTED: see kvslot.api.wire.page
+            self._follow()  # before SUBMITTED: see kvslot.api.wire.page
         number = self._submitted
         if number == self._completed:
             words[BEGAN] = monotonic_ns()
@@ -632,9 +631,9 @@ class Client:
 
     def wait(self, timeout: float) -> None:
         """Waits up to `timeout` seconds until the daemon has pushed something; `events` still has it afterwards."""
-        pushes, end = self._session.pushes, time.monotonic() + timeout
+        news, end = self._session.news, time.monotonic() + timeout
         self._read_along(everything=True)
-        while self._session.pushes == pushes and (left := end - time.monotonic()) > 0:
+        while self._session.news == news and (left := end - time.monotonic()) > 0:
             self._connection.wait(min(left, WAIT_SECONDS))
             self._read_along(everything=True)
 
@@ -901,6 +900,12 @@ class Client:
                 return
             self._take_in(message)
 
+    def _follow(self) -> None:
+        """What has been moved is where it is now: for the tables, then by the page."""
+        session = self._session
+        session.follow()
+        self._epoch = self._words[EPOCH] = session.epoch
+
     def _wait_for(self, ticket: int, until: float, end: float | None) -> bool:
         """Waits for a push about `ticket`, or `until`; False when `end` has come."""
         session, connection = self._session, self._connection
@@ -917,6 +922,8 @@ class Client:
                     return False
                 if now >= until:
                     return True
+                if session.epoch != self._epoch and self._submitted == self._completed:
+                    self._follow()  # no step is near, and what this waits for may be what the old places take
                 limit = until if end is None else min(until, end)
                 connection.wait(min(limit - now, WAIT_SECONDS))
         finally:

@@ -86,6 +86,7 @@ class Session:
         "limits",
         "moved",
         "moves",
+        "news",
         "outstanding",
         "posted",
         "posted_errors",
@@ -119,6 +120,7 @@ class Session:
         self.epoch = 0  # of the last Moved that was received
         self.moved: list[Table] = []  # those that it, or others before it, will change when a step begins
         self.moves = 0  # how many have been received
+        self.news = 0  # pushes of other kinds
         self.asked_back = False  # Pressure: second runs are to be given back
         self.last_error: KvslotError | None = None
         self.batches = self.calls = self.waits = self.refills_sent = self.refused = 0
@@ -415,6 +417,10 @@ class Session:
     def _push(self, message: Any) -> None:
         self.pushes += 1
         kind = type(message)
+        if kind is Moved:
+            self._move(message)
+            return
+        self.news += 1
         if kind is Ready or kind is Published or kind is Abandoned:
             ticket: int = message.ticket
             table = self.waiting.pop(ticket, None)
@@ -430,8 +436,6 @@ class Session:
             if victim is not None:
                 victim.preempt_by = monotonic() + message.deadline_ms / 1e3
                 self._event(("preempt", message.sequence), message)
-        elif kind is Moved:
-            self._move(message)
         elif kind is Pressure:
             self.asked_back = True
             self._event(("pressure", 0), message)

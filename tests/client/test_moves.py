@@ -25,6 +25,7 @@ from kvslot.api.wire.messages import (
     Forked,
     Grown,
     Hello,
+    Later,
     Moved,
     Results,
     Trim,
@@ -44,6 +45,7 @@ class Telling:
     def __init__(self) -> None:
         self.said: list[Moved] = []
         self.number = 0
+        self.later = 0  # times that there is no room
         self.epoch = 0
 
     def say(self, sequence: int, position: int, extents: list[int], epoch: int = 0) -> None:
@@ -54,6 +56,9 @@ class Telling:
         said, self.said = self.said, []
         yield from said
         match request:
+            case Allocate() if self.later:
+                self.later -= 1
+                yield Later(request.id, 7, "memory", 1, 0, 0, 0, 1)
             case Allocate():
                 self.number += 100
                 capacity = len(request.tokens) // 4 + ROOM
@@ -175,6 +180,26 @@ def test_an_interrupt_leaves_nothing_unapplied() -> None:
         assert [each.extents for each in both] == wanted
         assert client._words[EPOCH] == 2
         client.complete()
+
+
+def test_who_waits_for_room_gives_old_places_back() -> None:
+    """`admit` takes over what moved while it waits between steps: else it might wait for what it keeps itself."""
+    daemon = Telling()
+    with fake(daemon) as (path, _), Client(path, movable=True) as client:
+        sequence = client.admit(range(10))
+        daemon.later = 2
+        daemon.say(sequence.id, 0, [40, 10])
+        client.admit([1])
+        assert sequence.extents == [40, 10, 110, 8]
+        assert client.epoch == client._words[EPOCH] == 1
+        assert client._words[SUBMITTED] == 0
+        with client.step():  # while one is under way its tables are what they are
+            daemon.later = 2
+            daemon.say(sequence.id, 0, [70, 10])
+            client.admit([1])
+            assert sequence.extents == [40, 10, 110, 8]
+        with client.step():
+            assert sequence.extents == [70, 10, 110, 8]
 
 
 # -- whose it is ----------------------------------------------------------------------------------------------------
