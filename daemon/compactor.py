@@ -52,9 +52,9 @@ BATCH_BYTES: Final = 1 << 19
 """Copied by one call and published together."""
 PLAN_TOKENS: Final = 16384
 """Of one plan at the most."""
-PLAN_SECONDS: Final = 0.0005
+PLAN_SECONDS: Final = 0.0002
 """What making a plan should take: the next one's budget is halved or doubled for that."""
-FEED: Final = 64
+FEED: Final = 16
 """Changes that the planner takes note of between two looks at the time."""
 DUTY_SECONDS: Final = 0.002
 """Of copying at a time where it is not in a gap."""
@@ -77,8 +77,9 @@ KEEP: Final = 10.0
 """Seconds that the planner goes on listening after there was nothing more to do."""
 TICKET_PATIENCE: Final = 0.1
 """Seconds that a ticket for a run waits for moves before a window is evicted for it."""
-REST: Final = 4
-"""Times as long as a turn took, clients have the processor, if any were served meanwhile."""
+REST: Final = 8
+"""Times as long as a turn took, clients have the processor, if any were served meanwhile: at the most a ninth of the
+loop's time goes into it while others use it."""
 LONG_RUNS: Final = 64
 """Of one class of sizes looked at one by one, where it is not exact."""
 CLOSE_SECONDS: Final = 5.0
@@ -323,11 +324,13 @@ class Compactor:
         """A slice of what the planner is to take note of; true when there is more."""
         if self._planner is None:
             return False
-        until = time.perf_counter() + self.server.settings.slice_us / 1e6
+        began = time.perf_counter()
+        until = began + self.server.settings.slice_us / 1e6
         while self._planner.feed(FEED):
             if time.perf_counter() >= until:
                 return True
-        return False
+        # The plan has a turn of its own, where this one has been used up.
+        return time.perf_counter() - began > PLAN_SECONDS / 4
 
     def _seek(self, now: float) -> float:
         """Seconds to wait until a plan can be carried out, 0 for now: until then engines go on changing the pool."""
