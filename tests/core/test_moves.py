@@ -420,9 +420,9 @@ def test_a_readers_own_copies_are_left_out() -> None:
 
 def test_who_does_not_follow_is_not_relied_upon() -> None:
     """Sessions that did not say so, read whole pages, copy tails, have not stepped lately or lag are left alone."""
-    for options in ({"movable": False}, {"movable": True, "page": 4}, {"movable": True, "append": "peel"}):
+    for movable, page, append in ((False, 1, "chain"), (True, 4, "chain"), (True, 1, "peel")):
         pool = make(blocks=17)
-        s = pool.open_session(**{"append": "chain", **options})
+        s = pool.open_session(movable=movable, page=page, append=append)
         step(pool, s)
         complete(pool, s)
         cache(pool, s, fresh(8, 0))
