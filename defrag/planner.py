@@ -85,7 +85,7 @@ class Planner:
         self._windows: Windows | None = None
         self._scattered: list[int] = []  # nodes that are still to be looked at
         self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
-        self._gained = 0  # slots, in this pass
+        self._blocks_free = pool.runs.blocks_free  # when this pass began
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
@@ -162,13 +162,14 @@ class Planner:
             if plan.cost >= budget or self._work <= 0:
                 plan.settled = False
                 break
-        self._gained += plan.gain
-        if not sources and plan.settled:
+        if not sources and plan.settled and not plan.moves:
             # The end of a pass.  One more, if this one was worth its while.
-            waste = self.pool.runs.total - self.pool.runs.blocks_free * index.size
-            if self._gained * PASS_GAIN > waste and index.unpark_all():
+            blocks = self.pool.runs.blocks_free
+            waste = self.pool.runs.total - blocks * index.size
+            gained = (blocks - self._blocks_free) * index.size
+            self._blocks_free = blocks
+            if gained * PASS_GAIN > waste and index.unpark_all():
                 plan.settled = False
-            self._gained = 0
         for move in plan.moves:
             for i in range(0, len(move.target), 2):
                 for block in {

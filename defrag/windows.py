@@ -157,7 +157,7 @@ class Windows:
         )  # windows that were sources when a group of theirs was, and have been since
         self._level = -1
         self._source = -1  # the window that is being cleared
-        self._gained = 0  # slots, in this pass
+        self._cleared = 0  # windows, when this pass began
         self._one_more = False  # a pass that was worth little has been followed by another
         self._again = 0  # windows that were looked at in vain and are to be looked at again
         self._apart = (0, 0)  # blocks of the one window that is being cleared for somebody who waits
@@ -306,12 +306,13 @@ class Windows:
             plan.settled = False
             return
         # The end of a pass: the next one looks for holes afresh, and at once if this one was worth its while.
-        much = self._gained * PASS_GAIN > self.pool.runs.total
-        if much or (self._gained and not self._one_more):
+        gained = rings.count[CLEAR] - self._cleared
+        self._cleared = rings.count[CLEAR]
+        much = gained * self.span * PASS_GAIN > self.pool.runs.total
+        if much or (gained > 0 and not self._one_more):
             self._one_more = not much
             self._again = rings.count[KEPT]
             plan.settled = False
-        self._gained = 0
         self._end()
 
     def _begin(self, start: int, stop: int) -> None:
@@ -378,7 +379,6 @@ class Windows:
         whole = len(targets) == len(pieces)
         if whole:
             plan.gain += self.span
-            self._gained += self.span
         self._wait(group, LEAVING, now)
         return whole
 
