@@ -52,6 +52,9 @@ PLAN_TOKENS: Final = 2_048
 FEED: Final = 256
 PLANS: Final = 400
 HOURS: Final = 72.0
+HOURS_REQUESTS = 150_000
+"""Of a trace without a clock in all its hours: it comes at a rate of so many then.  At full load some would be asked
+tens of millions of times."""
 SUITE: Final = "compaction"
 
 Progress = Callable[[str, float], None]
@@ -296,7 +299,8 @@ def measure_hours(
             report(f"{name} for {hours:g} simulated hours", (nth + share) / len(names))
 
         trace = replay.load(found[name])
-        config = sized(trace, block_size, seed, compaction="idle", hours=hours)
+        rate = None if trace.t is not None else HOURS_REQUESTS / (hours * 3600)
+        config = sized(trace, block_size, seed, compaction="idle", hours=hours, rate=rate)
         rows = {each.phase: each for each in replay.replay(trace, config, progress=tell).rows}
         first, last = (rows[phase] for phase in ("first_hour", "last_hour"))
         a, b = (each.internal_fragmentation_pct.mean for each in (first, last))

@@ -54,6 +54,17 @@ class Pieces:
                 runs.give(extents[-2] + extents[-1], over)
         else:
             extents = runs.take(length)
+        self._cache(extents, length)
+
+    def add_at(self, extents: list[int]) -> None:
+        """Caches a node in these free slots."""
+        for i in range(0, len(extents), 2):
+            run = max(start for start in self.pool.runs.length_at if start <= extents[i])
+            self.pool.runs.take_within(run, extents[i], extents[i + 1])
+        self._cache(extents, sum(extents[1::2]))
+
+    def _cache(self, extents: list[int], length: int) -> None:
+        pool = self.pool
         pool.ledger.shift_all(extents, length, FREE, CACHED)
         self._serial += 1
         pool.tick += 1
