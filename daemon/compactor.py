@@ -52,6 +52,8 @@ BATCH_BYTES: Final = 1 << 19
 """Copied by one call and published together."""
 PLAN_TOKENS: Final = 16384
 """Of one plan at the most."""
+PLAN_BLOCKS: Final = 8
+"""... and at the least: what a few blocks hold, for less than that empties none."""
 PLAN_SECONDS: Final = 0.0002
 """What making a plan should take: the next one's budget is halved or doubled for that."""
 FEED: Final = 16
@@ -295,12 +297,10 @@ class Compactor:
         began = time.perf_counter()
         plan = self._planner.plan(self._budget, order.purpose, now, blocks=order.blocks)
         took = time.perf_counter() - began
-        self._budget = max(
-            self.hosted.core.block_size,
-            min(PLAN_TOKENS, self._budget * 2 if took < PLAN_SECONDS / 2 else self._budget),
-        )
         if took > PLAN_SECONDS:
-            self._budget = max(self.hosted.core.block_size, self._budget // 2)
+            self._budget = max(PLAN_BLOCKS * self.hosted.core.block_size, self._budget // 2)
+        elif took < PLAN_SECONDS / 2:
+            self._budget = min(PLAN_TOKENS, 2 * self._budget)
         self.plans += 1
         pace.planned(order, len(plan.moves), reading, now)
         if not plan.moves:
