@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from kvslot.allocator.pool import Pool
 
 GROUP = 32  # blocks of a group: groups are told to be looked at again as a whole
+READ = 500  # sequences that are looked at in a plan, about, to know who reads the nodes that are held
+BELIEVED = 1.0  # seconds for which it is believed that a held node may be moved or may not
+ANSWERS_MOST = 4096
 LEVELS = 64  # of fill; a block of fewer slots has one for each
 EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
 HOLE_CLASSES = EXACT + 8 * 10 + 1
@@ -100,12 +103,16 @@ class Index:
 
     __slots__ = (
         "_again",
+        "_answers",
+        "_asked_at",
+        "_asks",
         "_at",
         "_build",
         "_coming",
         "_dirty",
         "_entries_free",
         "_first_view",
+        "_followed",
         "_is_dirty",
         "_log",
         "_node_entry",
@@ -127,10 +134,12 @@ class Index:
         "holes",
         "levels",
         "now",
+        "page",
         "parked_free",
         "pool",
         "remaining",
         "size",
+        "starved",
         "used",
     )
 
@@ -169,6 +178,14 @@ class Index:
             set()
         )  # blocks that are planned to be emptied, until that has happened or not
         self.now = 0.0  # the latest time told
+        self.page = 1  # slots of the longest page that a session reads by
+        self.starved = False
+        self._followed = False  # whether any session is told of moves
+        self._asks = (
+            0  # times that who reads a node may still be asked in this plan, which looks at all sequences
+        )
+        self._answers: dict[int, bool] = {}
+        self._asked_at = 0.0
         self._log: list[int] = []
         self._coming: list[
             int
@@ -440,6 +457,39 @@ class Index:
         """The free stretches of a used block that nothing is planned for, in order."""
         found = self.remaining.get(block)
         return self.gaps(block)[0] if found is None else found
+
+    # -- who may go --------------------------------------------------------------------------------------------
+
+    def begin_plan(self, now: float) -> None:
+        """Before anything is asked by `movable`: what was answered a while ago is not believed any more."""
+        pool = self.pool
+        if now > self.now:
+            self.now = now
+        if self.now - self._asked_at > BELIEVED or len(self._answers) > ANSWERS_MOST:
+            self._answers.clear()
+            self._asked_at = self.now
+        self.starved = False
+        self.page = max((session.page for session in pool.sessions.values()), default=1)
+        self._followed = any(pool.moves.follows(session) for session in pool.sessions.values())
+        self._asks = 1 + READ // (1 + len(pool.sequences))
+
+    def movable(self, node: int) -> bool:
+        """Whether a node may be moved.  `starved` is set where that was not asked, since asking takes too long."""
+        tree = self.pool.tree
+        if tree.flags[node]:
+            return False
+        if not tree.holds[node]:
+            return True
+        if not self._followed:
+            return False
+        answer = self._answers.get(node)
+        if answer is None:
+            if not self._asks:
+                self.starved = True
+                return False
+            self._asks -= 1
+            answer = self._answers[node] = self.pool.moves.readers(node) is not None
+        return answer
 
     # -- looked at in vain -------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ SCATTERED = (
 HOT = 1024  # ticks since its last use for which a node is hot, or as many as there are nodes
 JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
 JOINED_MOST = 4096  # nodes remembered for that
+SHORT_SHIFT = 4  # with less than 1/16 of the pool free, eviction goes on, and ...
+VICTIMS = 32  # ... so many of the next victims are not moved
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
 
 
@@ -86,6 +88,7 @@ class Planner:
         self._scattered: list[int] = []  # nodes that are still to be looked at
         self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
         self._blocks_free = pool.runs.blocks_free  # when this pass began
+        self._doomed: set[int] = set()
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
@@ -109,7 +112,7 @@ class Planner:
 
         `blocks`: the length of the run wanted, for the purpose `run` only.  Changes nothing of the pool.
         """
-        self.index.now = max(now, self.index.now)
+        self.index.begin_plan(now)
         if purpose is Purpose.FREE_BLOCKS:
             return self._free_blocks(budget, now)
         plan = Plan(purpose, [])
@@ -150,11 +153,14 @@ class Planner:
         fills = index.fills
         most = self._level()
         self._work = WORK
+        # What is evicted next anyway is not worth a copy.
+        short = self.pool.runs.total << SHORT_SHIFT < self.pool.usable
+        self._doomed = set(self.pool.tree.evictor.victims(VICTIMS)) if short else set()
         while sources := fills.occupied & ((2 << most) - 1):
             block = fills.first((sources & -sources).bit_length() - 1)
             before = self._work
             gain = self._empty(block, budget - plan.cost, plan, now)
-            if gain < 0 or (not gain and self._work <= 0 and before < WORK):
+            if gain < 0 or index.starved or (not gain and self._work <= 0 and before < WORK):
                 plan.settled = False  # too much for this plan
                 break
             index.park(block, now + BACK_OFF)
@@ -191,7 +197,9 @@ class Planner:
         self._work -= 4
         for slot, end, entry in index.spans(block):
             node = index.entry_node[entry]
-            piece = piece_of(self.pool, node, max(slot, low), min(end, high), slot, end)
+            if node in self._doomed:
+                return 0
+            piece = piece_of(index, node, max(slot, low), min(end, high), slot, end)
             if piece is None:
                 return 0
             pieces.append(piece)
@@ -235,7 +243,7 @@ class Planner:
     def _place(self, piece: Piece, used: int, undo: dict[int, list[tuple[int, int]] | None]) -> list[int]:
         """Slots for a piece in blocks at least `used` full, as flat extents; [] when there are none."""
         n = piece.length
-        hole = self._find(n, used)
+        hole = self._find(n, used, piece.phase)
         if hole is not None:
             return [self._take(*hole, n, undo), n]
         part = self._part
@@ -246,7 +254,7 @@ class Planner:
             return []
         most = min(hole[1], n - part)
         first = self._take(*hole, most, undo)
-        hole = self._find(n - most, used)
+        hole = self._find(n - most, used, -1)
         if hole is None:
             return []
         return [first, most, self._take(*hole, n - most, undo), n - most]
@@ -280,9 +288,10 @@ class Planner:
                 return best
         return None
 
-    def _find(self, n: int, used: int) -> tuple[int, int] | None:
-        """The hole (slot, length) that fits `n` tokens best, among a few."""
+    def _find(self, n: int, used: int, phase: int) -> tuple[int, int] | None:
+        """The hole (slot, length) that fits `n` tokens best, among a few; in pages they begin at `phase` (-1: any)."""
         index = self.index
+        size, page = index.size, index.page
         holes = index.holes
         after, members = holes.after, holes.members
         self._work -= 2
@@ -304,6 +313,8 @@ class Planner:
                 for hole in self._within(block, used):
                     left = hole[1] - n
                     if 0 <= left < best_left:
+                        if phase >= 0 and (hole[0] if hole[0] % size else hole[0] + left) % page != phase:
+                            continue
                         best, best_left = hole, left
                         hit = True
                 if not best_left:
@@ -422,7 +433,7 @@ class Planner:
                 return
             if len(self._joined) < JOINED_MOST:
                 self._joined[node] = now + JOIN_BACK_OFF
-            if tree.holds[node] and pool.moves.readers(node) is None:
+            if not self.index.movable(node):
                 continue
             run = self._run_for(length, longest, used)
             if run < 0:

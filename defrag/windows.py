@@ -16,16 +16,12 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from kvslot.defrag.index import GROUP, Index, Rings, hole_class
 from kvslot.defrag.view import Plan, PlannedMove
-
-if TYPE_CHECKING:
-    from kvslot.allocator.pool import Pool
 
 LEVELS = 64  # of fill
 CLEAR, FULL, KEPT, LEAVING = LEVELS, LEVELS + 1, LEVELS + 2, LEVELS + 3  # further rings of windows
@@ -57,12 +53,13 @@ class Piece(msgspec.Struct, gc=False):
     length: int
     cuts: int  # extents that the node has more without it
     spare: int  # ... and may have beyond that
+    phase: int  # where in a page it must begin, for whoever reads it by pages; -1: anywhere
 
 
-def piece_of(pool: Pool, node: int, slot: int, end: int, first: int, stop: int) -> Piece | None:
+def piece_of(index: Index, node: int, slot: int, end: int, first: int, stop: int) -> Piece | None:
     """What is to go of the extent [first, stop) of `node` so that [slot, end) of it goes; None if it may not."""
-    tree = pool.tree
-    if tree.flags[node] or (tree.holds[node] and pool.moves.readers(node) is None):
+    tree = index.pool.tree
+    if not index.movable(node):
         return None
     extents = tree.extents(node)
     cuts = (slot > first) + (end < stop)
@@ -72,7 +69,11 @@ def piece_of(pool: Pool, node: int, slot: int, end: int, first: int, stop: int) 
     at = 0
     for i in range(0, len(extents), 2):
         if extents[i] == first:
-            return Piece(node, at + slot - first, slot, end - slot, cuts, spare)
+            at += slot - first
+            page = index.page
+            if page > 1 and index.pool.unit % page and (tree.depth[node] + at - slot) % page == 0:
+                return Piece(node, at, slot, end - slot, cuts, 0, slot % page)
+            return Piece(node, at, slot, end - slot, cuts, spare, -1)
         at += extents[i + 1]
     return None  # the index has not heard of a change yet
 
@@ -343,6 +344,8 @@ class Windows:
         first = group * GROUP + self.offset[group]
         self._source = group
         pieces, stuck, busy = self.pieces(first, first + GROUP)
+        if self.index.starved:
+            return False
         if stuck:
             for block in stuck:
                 self.stuck[block] = 1
@@ -406,7 +409,7 @@ class Windows:
             pieces, stuck, busy = self.pieces(start, start + blocks)
             if not pieces and not stuck and not busy:
                 stuck = self._taken(start, start + blocks)
-            if busy:
+            if busy or self.index.starved:
                 break
             if stuck:
                 for block in stuck:
@@ -515,15 +518,18 @@ class Windows:
                     stop = begin if begin > at else slot
                     stuck.update(range((at + n) // size, (stop - 1) // size + 1))
             node = index.entry_node[entry]
-            piece = piece_of(pool, node, max(slot, low), min(end, high), slot, end)
+            piece = piece_of(index, node, max(slot, low), min(end, high), slot, end)
             if piece is not None:
                 pieces.append(piece)
+            elif index.starved:
+                busy = True
+                break
             elif pool.tree.flags[node]:
                 busy = True
             else:
                 stuck.update(range(max(slot, low) // size, (min(end, high) - 1) // size + 1))
             at = end
-        if low < at < high:
+        if low < at < high and not index.starved:
             n = length_at.get(at, 0)
             if at + n < high:
                 stuck.update(range((at + n) // size, last))
@@ -557,17 +563,28 @@ class Windows:
         n = piece.length
         self.work -= 2
         ahead = OPENED_AHEAD
+        phase, page = piece.phase, self.index.page
+        out_of_phase: list[tuple[int, int, bool]] = []
+        found: list[int] = []
         while True:
             hole = holes.best(n)
             if hole is not None:
-                if self._is_good(hole):
-                    return self._take(hole, n, undo)
+                if phase >= 0 and (hole[0] if hole[2] else hole[0] + hole[1] - n) % page != phase:
+                    out_of_phase.append(hole)
+                    self.work -= 1
+                elif self._is_good(hole):
+                    found = self._take(hole, n, undo)
+                    break
                 continue
-            if self.work <= 0:
-                return None
-            if not ahead or not self._open():
+            if self.work <= 0 or not ahead or not self._open():
                 break
             ahead -= 1
+        for each in out_of_phase:
+            holes.add(*each)
+        if found:
+            return found
+        if self.work <= 0 or phase >= 0:
+            return None
         # In parts: as long ones as there are.
         out: list[int] = []
         spare, part, unit = max(piece.spare, min(SPARE, n // CUT_LEAST)), self._part, self.pool.unit

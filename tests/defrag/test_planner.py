@@ -1,6 +1,7 @@
 """Plans: what they gain, what they cost, and what they leave alone."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -9,6 +10,8 @@ from kvslot.defrag import Greedy, Plan, Planner, Purpose, rest
 from kvslot.defrag.index import Index, check
 
 from .pools import Maker, bound, carry_out, in_runs, packing, sound, state
+
+Lengths = Callable[[random.Random], int]
 
 
 def short(rng: random.Random) -> int:
@@ -66,9 +69,8 @@ def test_what_a_load_drop_leaves_behind_is_packed(block_size: int, longest: int)
 
 @pytest.mark.parametrize("lengths", [short, long, mixed])
 @pytest.mark.parametrize("leased", [0.0, 0.2])
-def test_free_memory_becomes_runs(lengths: object, leased: float) -> None:
+def test_free_memory_becomes_runs(lengths: Lengths, leased: float) -> None:
     """At 60 % occupancy nearly all free memory is in runs of 32 blocks at rest, or what held nodes leave of that."""
-    assert callable(lengths)
     rng = random.Random(2)
     maker = Maker(2500 if lengths is short else 6000).fill(lengths, rng, 0.6)
     pool = maker.pool
@@ -87,9 +89,8 @@ def test_free_memory_becomes_runs(lengths: object, leased: float) -> None:
 @pytest.mark.parametrize(
     ("lengths", "block_size"), [(short, 16), (mixed, 16), (mixed, 64), (short, 528), (long, 528)]
 )
-def test_a_block_costs_less_than_with_the_plain_planner(lengths: object, block_size: int) -> None:
+def test_a_block_costs_less_than_with_the_plain_planner(lengths: Lengths, block_size: int) -> None:
     """Tokens moved for each slot of the blocks given back: no more than emptiest first with whole nodes."""
-    assert callable(lengths)
     cost: dict[str, float] = {}
     given: dict[str, int] = {}
     for kind in (Planner, Greedy):
@@ -108,9 +109,8 @@ def test_a_block_costs_less_than_with_the_plain_planner(lengths: object, block_s
 
 @pytest.mark.parametrize("blocks", [5, 40, 100])
 @pytest.mark.parametrize("lengths", [short, mixed])
-def test_a_run_is_cleared_for_one_who_waits(blocks: int, lengths: object) -> None:
+def test_a_run_is_cleared_for_one_who_waits(blocks: int, lengths: Lengths) -> None:
     """The cheapest stretch of as many blocks as were asked for is cleared, and then there is nothing left to do."""
-    assert callable(lengths)
     maker = Maker(1500).fill(lengths, random.Random(4), 0.5)
     pool = maker.pool
     wanted = blocks * 16
