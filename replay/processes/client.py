@@ -507,7 +507,10 @@ class ClientEngine(Engine):
 def play(task: Task, board: Board) -> Notes:
     """One client's part, from Hello to Bye."""
     namespace = Namespace(tenant="replay", model=task.trace.name[:64], salt=task.salt)
-    with Client(task.socket, name=f"replay-{board.me}", namespace=namespace, page=task.config.page) as client:
+    movable = task.config.compaction != "off"
+    with Client(
+        task.socket, name=f"replay-{board.me}", namespace=namespace, page=task.config.page, movable=movable
+    ) as client:
         expander = Expander(task.trace, CACHE_BYTES)
         painter = Painter(client.pool, namespace_number(task.salt, task.trace.name), board.me)
         plant = task.plant[1:] if task.plant[0] == board.me else (0, 0)
