@@ -81,9 +81,9 @@ TOUCHED_MIN: Final = 4
 """Rows of a cut from which on they are touched first."""
 LOOK_SECONDS: Final = 100e-6
 """Between two looks at whether the loop is at work."""
-BUSY_SHARE: Final = 0.25
+BUSY_SHARE: Final = 0.1
 """Of the time since the look before: if the thread that allowed the copies was at work for as long, this one rests."""
-REST_SECONDS_MIN: Final = 50e-6
+REST_SECONDS_MIN: Final = 200e-6
 REST_SECONDS_MAX: Final = 1e-3
 """How long: from the first doubled each time in a row.  A chunk a millisecond costs a busy loop some 5 %."""
 CHUNK_SECONDS: Final = 60e-6
