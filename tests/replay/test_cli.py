@@ -5,16 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from kvslot import allocator
 from kvslot.cli import ctl
-from kvslot.cli.replay import EVICTIONS
+from kvslot.cli.replay import COMPACTIONS, EVICTIONS
 from kvslot.cli.summary import summary
-from kvslot.replay import Quantiles, Row, Spread
+from kvslot.replay import Quantiles, Row, Spread, policies
 
 from ..report.synthetic import result
 from .tiny import Line, write
@@ -52,6 +52,45 @@ def test_the_table_has_a_column_a_policy_and_the_names_of_the_json(
 def test_every_order_of_eviction_of_the_core_can_be_asked_for() -> None:
     """The parser's choices are the names of the core's policies, in their order."""
     assert EVICTIONS == allocator.EVICTIONS
+
+
+def test_the_ways_of_compaction_are_those_of_the_replay() -> None:
+    """The parser's choices, written out there, are the ones that a run knows."""
+    assert get_args(policies.Compaction) == COMPACTIONS
+
+
+def test_what_each_means_is_worth_stands_side_by_side(
+    trace_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--compaction gives slotted three columns: placement alone, with eviction, with moves; others keep one; the page
+    has the pool before and after."""
+    page = tmp_path / "moves.html"
+    argv = [
+        "replay",
+        trace_file,
+        "--policy",
+        "token",
+        "slotted",
+        "--compaction",
+        "forced",
+        "--pool-tokens",
+        "1000",
+    ]
+    assert ctl.main([*argv, "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"placement.*\+ eviction.*\+ moves, forced", out)
+    for name in ("pinned_waste_pct", "blocks_free", "usable_run_pct"):
+        assert name in out
+        assert name in Row.__struct_fields__
+    assert "Compaction, before and after" in page.read_text(encoding="utf-8")
+    assert ctl.main([*argv, "--json"]) == 0
+    found = [row for row in rows(capsys.readouterr().out) if row["phase"] == "all"]
+    assert [(row["policy"], row["emptying"], row["compaction"]) for row in found] == [
+        ("token", True, "off"),
+        ("slotted", False, "off"),
+        ("slotted", True, "off"),
+        ("slotted", True, "forced"),
+    ]
 
 
 def test_policies_that_lack_an_order_of_eviction_keep_theirs(
@@ -144,6 +183,9 @@ def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.Ca
         (["mtbench101_a", "--html", "/proc/none/x.html"], 3, "no folder /proc/none"),
         (["mtbench101_a", "--html", "/"], 3, "/: Is a directory"),
         (["--demo", "mtbench101_a"], 2, "--demo takes no TRACE"),
+        (["mtbench101_a", "--policy", "token", "--compaction", "idle"], 2, "--compaction is slotted's alone"),
+        (["mtbench101_a", "--step-gap-us", "5"], 2, "--compaction idle"),
+        (["mtbench101_a", "--compaction", "forced", "--copy-tokens-s", "5"], 2, "--compaction idle"),
         (["--demo", "--policy", "token"], 2, "--demo takes no --policy"),
         (["--demo", "--pool-tokens", "9"], 2, "--demo takes no --pool-tokens"),
         (["--list", "mtbench101_a"], 2, "--list takes no TRACE"),
