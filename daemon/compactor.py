@@ -52,10 +52,12 @@ BATCH_BYTES: Final = 1 << 19
 """Copied by one call and published together."""
 PLAN_TOKENS: Final = 16384
 """Of one plan at the most."""
-PLAN_BLOCKS: Final = 8
+PLAN_BLOCKS: Final = 4
 """... and at the least: what a few blocks hold, for less than that empties none."""
 PLAN_SECONDS: Final = 0.0002
 """What making a plan should take: the next one's budget is halved or doubled for that."""
+IN_VAIN: Final = 4096
+"""Plans one after the other that have only looked at a part of the pool; then it is as if there were nothing."""
 FEED: Final = 16
 """Changes that the planner takes note of between two looks at the time."""
 DUTY_SECONDS: Final = 0.002
@@ -132,6 +134,7 @@ class Compactor:
         self._pause = PAUSE_FIRST
         self._budget = 4 * self._in_flight
         self._idle_since = 0.0
+        self._in_vain = 0  # plans one after the other that were not finished
         self._loose: dict[str, int] = {}  # when `once` began
         self._round = 0
         self._ringing = False
@@ -302,6 +305,10 @@ class Compactor:
         elif took < PLAN_SECONDS / 2:
             self._budget = min(PLAN_TOKENS, 2 * self._budget)
         self.plans += 1
+        if not (plan.moves or plan.settled) and self._in_vain < IN_VAIN:
+            self._in_vain += 1
+            return 0.0  # it has only looked at a part
+        self._in_vain = 0
         pace.planned(order, len(plan.moves), reading, now)
         if not plan.moves:
             return 0.0

@@ -11,7 +11,8 @@ the midst of a pass, each time that as much has been moved as is free.  So moves
 load has: each pass ends, and but for those that bring something there is no next one.
 
 Memory is loose when it is free and not in whole blocks, or not in runs of `run_blocks`.  A few slots of a large pool
-are not worth a copy, whatever share of the free memory they are: `LEAST` of the pool is.
+are not worth a copy, whatever share of the free memory they are: `LEAST` of the pool is.  Nor are runs that nobody
+asked for, while next to nothing is free.
 
 A ticket that waits for one long run comes first.  But every `TICKETS_IN_A_ROW` plans for tickets one for the pool has
 its turn, where that has begun, since it is what keeps later tickets from waiting.
@@ -26,8 +27,11 @@ import msgspec
 
 from kvslot.defrag.view import Purpose
 
-LEAST: Final = 1 / 1024
+LEAST: Final = 1 / 128
 """Of the pool's slots: less loose memory than that is left as it is."""
+RUNS_FROM: Final = 1 / 24
+"""Of the pool's slots: with less free memory than that no runs are made ahead of those who ask for one.  Where eviction
+keeps the pool full, what it sets free is gone with the next request, and a run made of it as well."""
 GAIN_LEAST: Final = 0.01
 """Of the loose memory: what a pass must make whole, to be repeated."""
 REST_FIRST: Final = 1.0
@@ -181,8 +185,10 @@ class Pace:
     def _starts(self, reading: Reading, purpose: Purpose, each: _Pass, now: float, *, look: bool) -> bool:
         rules = self.rules
         loose = reading.loose(purpose)
-        if purpose is Purpose.RUN and reading.free < rules.run_blocks * reading.block_size:
-            loose = 0  # not one such run could be made of all that is free
+        if purpose is Purpose.RUN:
+            least_free = max(rules.run_blocks * reading.block_size, RUNS_FROM * reading.usable)
+            if reading.free < least_free:
+                loose = 0
         share = loose / reading.free if reading.free else 0.0
         least = max(LEAST * reading.usable, reading.block_size)
         what = "whole blocks" if purpose is Purpose.FREE_BLOCKS else f"runs of {rules.run_blocks} blocks"

@@ -159,7 +159,7 @@ def test_readers_that_follow_are_told_and_keep_the_old_place_until_their_step_ha
 def test_copies_wait_for_a_gap() -> None:
     """While an engine's step runs nothing is copied; the bell of its end is asked for, and then it goes on."""
     with (
-        running(pools=[SMALL], compaction="idle", compaction_collisions=0.5) as daemon,
+        running(pools=[SMALL], compaction="idle", compaction_collisions=0.3) as daemon,
         Painter(daemon.socket) as painter,
         Painter(daemon.socket) as engine,
     ):

@@ -45,8 +45,10 @@ def test_whole_blocks_come_before_runs() -> None:
     pace = Pace(Rules())
     assert given(pace.order(seen(blocks=0.5, runs=0.0), 0.0)).purpose is Purpose.FREE_BLOCKS
     assert given(pace.order(seen(blocks=0.98, runs=0.0), 1.0)).purpose is Purpose.RUN
-    pace = Pace(Rules())
-    assert pace.order(seen(blocks=1.0, runs=0.0, free=500), 0.0) is None
+    for free in (500, USABLE // 25):
+        pace = Pace(Rules())
+        assert pace.order(seen(blocks=1.0, runs=0.0, free=free), 0.0) is None
+        assert given(pace.order(seen(blocks=1.0, runs=0.0, free=free, run_wanted=8), 0.0)).ticket
 
 
 def test_little_memory_is_not_worth_a_copy() -> None:
