@@ -247,6 +247,7 @@ class MemoryDevice:
         self._gate: _Gate | None = None
         self._counts = _Counts()
         self._speed = SPEED_FIRST  # weight a second, lately
+        self._allowance: _Allowance | None = None  # the last that a chunk was copied under
         self._rest = 0.0  # the last one, if it was called for
         self._worked = self._worked_at = 0.0  # CPU time of the gate's caller as of then
         self._ran = False  # a chunk was copied since the gate last shut
@@ -630,17 +631,21 @@ class MemoryDevice:
         cpu, accounted, start = time.thread_time(), 0.0, monotonic()
         rested = False
         while not (cutter.ended() or batch.dropped or ordinary.queue):
-            if not rested and start - self._worked_at > LOOK_SECONDS and self._must_rest(gate):
-                time.sleep(self._rest)
-                cpu, accounted, start = time.thread_time(), 0.0, monotonic()
-                rested = True
-                continue
             if self._gate is not gate:
                 return True
             allowance = gate.allowance
             if allowance is None:
-                self._rest = 0.0
                 return False
+            if allowance is not self._allowance:
+                # Whatever the loop did before it allowed this, the first chunk comes at once: the gap may be short.
+                self._allowance = allowance
+                self._must_rest(gate)
+                self._rest = 0.0
+            elif not rested and start - self._worked_at > LOOK_SECONDS and self._must_rest(gate):
+                time.sleep(self._rest)
+                cpu, accounted, start = time.thread_time(), 0.0, monotonic()
+                rested = True
+                continue
             # From here on `allow(0)` takes it that a chunk is under way.
             allowance.moving = True
             room = self.chunk_bytes
@@ -731,7 +736,6 @@ class MemoryDevice:
                     late = max(0.0, self._last - allowance.deadline)
             counts.closed(late)
             self._ran = False
-            self._rest = 0.0
         if self.notify is not None:
             self.notify()
         return False
