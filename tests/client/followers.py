@@ -9,14 +9,17 @@ all tokens up to it decide, so whatever is read from a wrong place, or too late,
     complete  the daemon may reuse what only steps so far could read
 
 python -I tests/client/followers.py --minutes 5 --start SEED     longer than the tests have time for
+                       ... --processes 3 --compaction forced     engines that compute at the same time; the compactor
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
+import traceback
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -310,14 +313,16 @@ def _daemon(first: str, code: int | None, blocks: int = 64, **settings: Any) -> 
         yield daemon
 
 
-def live(path: str, seed: int, turns: int, engines: int = 3, *, compacting: int = 0) -> dict[str, int]:
+def live(
+    path: str, seed: int, turns: int, engines: int = 3, *, compacting: int = 0, families: int = 0
+) -> dict[str, int]:
     """Engines that live for so many turns; what they did together.
 
     `compacting`: turns between two demands on the daemon to gain by moves what it can (0: none).
     """
     rng = random.Random(seed)
     done: dict[str, int] = {}
-    families = 40 if compacting else 3
+    families = families or (40 if compacting else 3)
     all_of_them = [Follower(path, 10 * seed + i, families=families) for i in range(engines)]
     try:
         for turn in range(turns):
@@ -337,9 +342,36 @@ def live(path: str, seed: int, turns: int, engines: int = 3, *, compacting: int 
         for each in all_of_them:
             each.abandon()
         raise
-    with Control(path) as control:
-        assert control.audit().faults == []
     return done
+
+
+def audit(path: str) -> None:
+    """The pool is what it says."""
+    with Control(path) as control:
+        faults = control.audit().faults
+        assert faults == [], faults
+
+
+def side_by_side(path: str, seed: int, turns: int, processes: int, compacting: int) -> dict[str, int]:
+    """As `live`, by processes that each have engines of their own; what the first did, which is this one."""
+    children = []
+    for number in range(1, processes):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                live(path, seed + 100_000 * number, turns, 2, families=40 if compacting else 3)
+                code = 0
+            except BaseException:  # noqa: BLE001 - told on the way out
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    try:
+        return live(path, seed, turns, compacting=compacting)
+    finally:
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert not any(codes), codes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -348,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--start", type=int, default=1_000)
     parser.add_argument("--turns", type=int, default=2_000)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument(
         "--compaction", choices=("idle", "forced"), help="the daemon's own, instead of the shuffler"
     )
@@ -358,8 +391,10 @@ def main(arguments: list[str] | None = None) -> int:
         there = compacted(seed, options.compaction) if options.compaction else shuffled(seed)
         with there as daemon:
             compacting = 40 if options.compaction else 0
-            for what, count in live(str(daemon.socket), seed, options.turns, compacting=compacting).items():
+            done = side_by_side(str(daemon.socket), seed, options.turns, options.processes, compacting)
+            for what, count in done.items():
                 total[what] = total.get(what, 0) + count
+            audit(str(daemon.socket))
         seed += 1
     print(f"{seed - options.start} seeds from {options.start} on: every byte was right")
     print(", ".join(f"{count:,} {what}" for what, count in sorted(total.items())))

@@ -33,7 +33,7 @@ from kvslot.api.wire.messages import (
 )
 
 from .fake import Answer, fake, polite, welcome
-from .followers import Misread, compacted, live, marks, shuffled
+from .followers import Misread, audit, compacted, live, marks, shuffled
 from .test_table import Asking, expanded
 
 ROOM = 8
@@ -382,6 +382,7 @@ def test_every_byte_is_right_while_all_of_it_moves() -> None:
         with shuffled(seed) as daemon:
             for what, count in live(str(daemon.socket), seed, 450).items():
                 done[what] = done.get(what, 0) + count
+            audit(str(daemon.socket))
     assert done["applied"] > 100, done
     assert {"forked with moves pending", "trimmed with moves pending", "reconnected", "hit", "read"} <= set(
         done
@@ -394,6 +395,7 @@ def test_every_byte_is_right_beside_the_compactor() -> None:
     for seed in range(8):
         with compacted(seed) as daemon:
             applied += live(str(daemon.socket), seed, 500, compacting=25)["applied"]
+            audit(str(daemon.socket))
         if applied:
             return
     raise AssertionError("nothing was moved that somebody reads")
