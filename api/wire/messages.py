@@ -588,7 +588,10 @@ class Draining(Message, frozen=True, tag=133):
 
 
 class Moved(Message, frozen=True, tag=134):
-    """Positions from `position` on lie at `extents` from the step that applies `epoch`.  Not sent by this version."""
+    """Positions from `position` on lie at `extents` from the step on that applies `epoch`.
+
+    No extents: what was moved has ended meanwhile, and only the epoch counts.
+    """
 
     epoch: int
     sequence: int
