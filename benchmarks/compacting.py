@@ -10,8 +10,8 @@ is wholly free and every other one can be emptied.  Then a round is measured wit
                 in those gaps (`compaction = idle`), another one never does; off is held against off as well.  A daemon
                 has to learn an engine's gaps: those rounds are told of apart
 
-Slots of 64 KiB in 32 planes, as a model of 16 layers has them.  Where the kernel permits it all threads of both sides
-run under SCHED_FIFO during a round; the pool is touched beforehand.
+Slots of 64 KiB in 32 planes, as a model of 16 layers has them.  Where the kernel permits it both sides run under
+SCHED_FIFO during a round, the thread that copies behind all others; the pool is touched beforehand.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ RATE: Final = 2_000.0
 ROOM: Final = 7_168
 """Slots that the scattered pieces leave to others."""
 DUTY: Final = 0.5
+COPIES_PRIORITY: Final = 5
+"""Of the daemon's threads but its loop's, which is that of `rig.Realtime`."""
 SEQUENCES: Final = 8
 CONTEXT: Final = 384
 PLANES_READ: Final = 3
@@ -123,9 +125,21 @@ class Scatter:
         self._peer.close()
 
 
-def threads(pid: int) -> list[int]:
-    """All threads of a process."""
-    return [int(each.name) for each in Path(f"/proc/{pid}/task").iterdir()]
+@contextlib.contextmanager
+def realtime_of(realtime: Realtime, daemon: Daemon, *pids: int) -> Iterator[None]:
+    """SCHED_FIFO for a daemon's loop and these processes, and for what copies, behind both."""
+    with realtime(daemon.pid, *pids):
+        others = [int(each.name) for each in Path(f"/proc/{daemon.pid}/task").iterdir()]
+        others.remove(daemon.pid)
+        if not realtime.why_not:
+            for thread in others:
+                os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(COPIES_PRIORITY))
+        try:
+            yield
+        finally:
+            for thread in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
 @contextlib.contextmanager
@@ -201,7 +215,7 @@ def measure_allocate(
                         scatter()
                         time.sleep(PAUSE_S)
                         before = status(control)
-                        with realtime(load.pid, *threads(daemon.pid)):
+                        with realtime_of(realtime, daemon, load.pid):
                             if on:
                                 control.defrag("once")
                             began = time.monotonic()
@@ -320,7 +334,7 @@ class Side:
         while status(self._control).state in ("settled", "backed off") and time.monotonic() < until:
             self._engine.steps(10)
         before = status(self._control)
-        with self._realtime(os.getpid(), *threads(self._daemon.pid)):
+        with realtime_of(self._realtime, self._daemon, os.getpid()):
             rounds.append(self._engine.steps(steps))
         after = status(self._control)
         return Seen(

@@ -35,8 +35,10 @@ FEED: Final = 4096
 """Changes that the planner takes in at a time."""
 LOOK_EVERY_S: Final = 0.25
 """Simulated seconds between two looks at a pool in which nothing was worth moving."""
-REST_ROUNDS: Final = 10_000
+REST_ROUNDS: Final = 1 << 15
 """Plans until rest; a planner that has not come to rest by then never does, which is a fault."""
+LOOKS: Final = 256
+"""Plans one after the other that find no move and yet are to be gone on with."""
 
 
 class Restless(RuntimeError):
@@ -95,12 +97,14 @@ class Compactor:
         for _ in range(REST_ROUNDS):
             self._feed(now)
             before = self.given_back
-            self._begin(REST_TOKENS, left[0], now)
+            settled = self._begin(REST_TOKENS, left[0], now)
             if self._under_way or self._at_once:
                 moved = True
                 self._drain()
                 if not self._greedy or self.given_back > before:
                     continue
+            elif not settled:
+                continue
             # What one purpose has moved may give another one more to do.
             del left[0]
             if not left:
@@ -136,18 +140,21 @@ class Compactor:
                 self.pace.planned(self._order, 0, self.reading(), now)
                 continue
             self._feed(now)
-            self._begin(PLAN_TOKENS, self._order.purpose, now)
+            for _ in range(LOOKS):
+                if self._begin(PLAN_TOKENS, self._order.purpose, now) or self._under_way:
+                    break
             self.pace.planned(self._order, len(self._under_way), self.reading(), now)
             if self._under_way:
                 return True
         return False
 
-    def _begin(self, budget: int, purpose: Purpose, now: float) -> None:
-        """Plans for `purpose` and begins what was planned."""
+    def _begin(self, budget: int, purpose: Purpose, now: float) -> bool:
+        """Plans for `purpose` and begins what was planned; False where the planner is to be asked again."""
         pool = self.pool
         before = pool.runs.blocks_free
         self._at_once = 0
-        for each in self.planner.plan(budget, purpose, now, blocks=RUN_BLOCKS).moves:
+        plan = self.planner.plan(budget, purpose, now, blocks=RUN_BLOCKS)
+        for each in plan.moves:
             try:
                 move = pool.begin_move(each.node, each.at, each.length, each.target)
             except OutOfTurn:
@@ -160,6 +167,7 @@ class Compactor:
             else:
                 self._under_way.append([move.handle, move.length])
         self.given_back += pool.runs.blocks_free - before
+        return plan.settled
 
     def _finish(self, handle: int) -> None:
         before = self.pool.runs.blocks_free
