@@ -198,7 +198,7 @@ class Index:
     # -- following ---------------------------------------------------------------------------------------------
 
     def feed(self, budget: int, now: float = 0.0) -> bool:
-        """Looks at up to `budget` nodes and blocks that changed; True: there are more.  About 5 us for each."""
+        """Looks at up to about `budget` extents and blocks that changed; True: there are more.  About 5 us for each."""
         if now > self.now:
             self.now = now
         tree = self.pool.tree
@@ -210,25 +210,22 @@ class Index:
                     break
                 self._log, tree.log, self._at = tree.log, [], 0
             log, at = self._log, self._at
-            stop = min(len(log), at + budget)
-            for node in log[at:stop]:
-                self._leave(node)
-            budget -= stop - at
-            self._at = stop
-            if stop == len(log):
+            while at < len(log) and budget > 0:
+                budget -= self._leave(log[at])
+                at += 1
+            self._at = at
+            if at == len(log):
                 self._log, self._at = [], 0
         if self._log or tree.log:
             return True
         coming = self._coming
         while coming and budget > 0:
-            self._enter(coming.pop())
-            budget -= 1
+            budget -= self._enter(coming.pop())
         if self._build is not None:
             if budget <= 0:
                 return True
             for node in self._build:
-                self._enter(node)
-                budget -= 1
+                budget -= self._enter(node)
                 if budget <= 0:
                     return True
             self._build = None
@@ -251,8 +248,8 @@ class Index:
         """Listens no longer."""
         self.pool.tree.log = None
 
-    def _leave(self, node: int) -> None:
-        """A node's slots may have changed: where it is known elsewhere, it is not any more."""
+    def _leave(self, node: int) -> int:
+        """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost."""
         tree = self.pool.tree
         heads = self._node_entry
         if node >= len(heads):
@@ -264,11 +261,13 @@ class Index:
         while entry and i < len(extents) and slots[entry] == extents[i] and lengths[entry] == extents[i + 1]:
             entry = more[entry]
             i += 2
+        cost = 1 + (i >> 4)
         if not entry and i == len(extents):
-            return
+            return cost
         entry = heads[node]
         while entry:
             self._remove(entry)
+            cost += 1
             after = more[entry]
             more[entry] = self._entries_free
             self._entries_free = entry
@@ -276,20 +275,22 @@ class Index:
         heads[node] = 0
         if extents:
             self._coming.append(node)
+        return cost
 
-    def _enter(self, node: int) -> None:
-        """A node is known where it is now, if it is known nowhere."""
+    def _enter(self, node: int) -> int:
+        """A node is known where it is now, if it is known nowhere.  Returns what that cost."""
         tree = self.pool.tree
         heads = self._node_entry
         if node >= len(heads):
             heads.frombytes(bytes(4 * (max(len(tree.keys), node + 1) - len(heads))))
         if heads[node] or not tree.parent[node] or not tree.length[node]:
-            return
+            return 1
         extents = tree.extents(node)
         entry = 0
         for i in range(len(extents) - 2, -1, -2):
             entry = self._insert(node, extents[i], extents[i + 1], entry)
         heads[node] = entry
+        return len(extents) >> 1
 
     def _insert(self, node: int, slot: int, length: int, more: int) -> int:
         entry = self._entries_free

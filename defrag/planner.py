@@ -406,7 +406,7 @@ class Planner:
         tree = pool.tree
         if not self._scattered:
             self._joined = {node: until for node, until in self._joined.items() if until > now}
-            self._scattered = [node for node in tree.scattered if node not in self._joined]
+            self._scattered = list(tree.scattered)
         hot = pool.tick - max(HOT, tree.nodes)
         longest = GROUP * pool.block_size  # a longer run is worth more as it is
         used: set[int] = set()

@@ -157,6 +157,7 @@ class Windows:
             set()
         )  # windows that were sources when a group of theirs was, and have been since
         self._level = -1
+        self._fresh = True  # whether this plan has not looked at any window yet
         self._source = -1  # the window that is being cleared
         self._cleared = 0  # windows, when this pass began
         self._one_more = False  # a pass that was worth little has been followed by another
@@ -265,7 +266,7 @@ class Windows:
 
     def _lay(self, low: int, high: int) -> None:
         """Obstacles have come or gone among the blocks from `low` to `high`."""
-        self.work -= 80
+        self.work -= 120
         first = max(0, low - ALIGNED_FROM - GROUP) // GROUP
         last = min(self.blocks - 1, high + ALIGNED_FROM + GROUP) // GROUP
         for group in range(first, last + 1):
@@ -289,6 +290,7 @@ class Windows:
     def plan(self, plan: Plan, budget: int, now: float, work: int) -> None:
         """Adds moves that clear windows to `plan`."""
         self.work = work
+        self._fresh = True
         self._begin(0, 0)
         if self.refresh(now):
             plan.settled = False
@@ -355,8 +357,12 @@ class Windows:
         if busy:
             self._wait(group, LEAVING, now)
             return True
+        if self._fresh:
+            self.work = max(self.work, PLACING)
+            self._fresh = False
+        elif self.work <= 0:
+            return False
         pieces.sort(key=_by_length)
-        self.work = max(self.work, PLACING)
         undo: list[tuple[int, int, bool]] = []
         targets: list[list[int]] = []
         for piece in pieces:
@@ -533,7 +539,7 @@ class Windows:
             n = length_at.get(at, 0)
             if at + n < high:
                 stuck.update(range((at + n) // size, last))
-        self.work -= len(pieces)
+        self.work -= 2 * len(pieces)
         return pieces, sorted(stuck), busy
 
     def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
@@ -552,7 +558,7 @@ class Windows:
                     block = found[-1][1] // size  # it covers all in between
                     continue
             block += 1
-        self.work -= 8 + len(found)
+        self.work -= 4 + ((last - first) >> 1) + len(found)
         return found
 
     # -- targets -----------------------------------------------------------------------------------------------
