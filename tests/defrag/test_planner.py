@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvslot.allocator import Admitted, Pool
+from kvslot.allocator import Admitted, Pool, Session, Space
 from kvslot.defrag import Greedy, Plan, Planner, Purpose, rest
 from kvslot.defrag.index import Index, check
 
@@ -332,3 +332,67 @@ def test_refused_moves_are_planned_anew_later() -> None:
     done = rest(pool, planner=planner, now=7200.0)
     assert done.moves
     assert packing(pool) >= 0.93
+
+
+# -- who reads it ----------------------------------------------------------------------------------------------
+
+
+def cached(pool: Pool, session: Session, length: int, kind: int) -> None:
+    """A prompt of its own that was computed, published and freed."""
+    tokens = kind.to_bytes(4, "little") * length
+    answer = pool.allocate(session, pool.open_space(Space("a")), tokens)
+    assert isinstance(answer, Admitted)
+    pool.commit(session, answer.sequence, length)
+    pool.free(session, answer.sequence)
+
+
+def test_what_followers_read_is_moved_and_what_others_read_is_not() -> None:
+    """Leased nodes are planned for where all who read them are told of new slots, and left alone where one is not."""
+    for movable in (True, False):
+        maker = Maker(60, watermark=0.0)
+        pool = maker.pool
+        alone = maker.at(75, 5)  # what is appended stands in the next block
+        maker.at(320, 9)
+        session = pool.open_session(movable=movable)
+        pool.progress(session, 1, 1, now=0.0)
+        prompt = pool.tree.keys[alone] + bytes(4)
+        answer = pool.allocate(session, maker.root, prompt)
+        assert isinstance(answer, Admitted)
+        moves = ask(planner_of(pool), Purpose.FREE_BLOCKS).moves
+        assert [move.node for move in moves if move.node == alone] == ([alone] if movable else [])
+
+
+def test_pages_keep_their_place_in_a_page() -> None:
+    """Where somebody reads by pages, what begins at its place in a page does so after every move."""
+    rng = random.Random(13)
+    maker = Maker(1500, 32).fill(lambda r: r.randint(1, 60), rng, 0.5)
+    pool = maker.pool
+    session = pool.open_session(page=8)
+    for kind in range(40):
+        cached(pool, session, rng.randint(1, 100), 1_000_000 + kind)
+
+    def in_phase() -> set[tuple[int, int]]:
+        found: set[tuple[int, int]] = set()
+        for node, extents in places(pool).items():
+            position = pool.tree.depth[node]
+            for slot, n in zip(extents[::2], extents[1::2], strict=True):
+                found |= {(node, position + i) for i in range(n) if (position - slot) % 8 == 0}
+                position += n
+        return found
+
+    before = in_phase()
+    assert rest(pool, (Purpose.FREE_BLOCKS, Purpose.RUN)).moves
+    assert before <= in_phase()
+    sound(pool)
+
+
+def test_what_is_evicted_next_is_not_moved_first() -> None:
+    """In a pool that is nearly full the next victims stay where they are."""
+    maker = Maker(80)
+    pool = maker.pool
+    victims = [maker.at(64 + 32 * i, 4) for i in range(20)]
+    while pool.runs.total > 60:
+        maker.add(min(16, pool.runs.longest()))
+    rest(pool)
+    assert all(pool.tree.extents(node) == [64 + 32 * i, 4] for i, node in enumerate(victims))
+    sound(pool)
