@@ -73,9 +73,9 @@ LEAN: Final = 16.0
 """Most weight of less telling counts, in gaps that reached an octave."""
 LEAN_HALVES: Final = 8.0
 """The same within an octave, in gaps that ended in what is halved."""
-PRIOR_ENDED: Final = 0.1
-"""What is believed of an octave that no gap has reached: one in eleven ends there, with the weight of one gap."""
-PRIOR_REACHED: Final = 1.1
+PRIOR_ENDED: Final = 0.3
+"""What is believed of an octave that no gap has reached: three in thirteen end there, with the weight of one gap."""
+PRIOR_REACHED: Final = 1.3
 SCORE_FADE: Final = 0.99
 """Of how well a family told an octave's survival, at each gap that reached it."""
 CONTEXTS_MOST: Final = 64
@@ -85,13 +85,13 @@ CONTEXTS_MOST: Final = 64
 LEVEL_BINS: Final = 16  # an octave of hazard
 LEVEL_FLOOR: Final = 2.0**-16  # per second
 LEVEL_SPAN: Final = 40 * LEVEL_BINS
-LEVEL_FIRST: Final = 500.0
+LEVEL_FIRST: Final = 200.0
 """Steps that are remembered at the beginning, when hazards are told poorly and are soon told better ..."""
-LEVEL_REST: Final = 0.5
+LEVEL_REST: Final = 0.25
 """... of all the steps later ..."""
 LEVEL_GAPS: Final = 20_000.0
 """... and at the most."""
-LEVEL_PARTS: Final = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
+LEVEL_PARTS: Final = (0.33, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
 """The threshold is the geometric mean of the quantiles at these parts of the share: where hazards lie far apart around
 it, as between those of long gaps and of short ones, one quantile alone jumps from one side to the other."""
 LEVEL_EVERY: Final = 8
@@ -100,9 +100,14 @@ LEVEL_START: Final = 1.0
 """Hazard per second up to which copies run before anything is known."""
 LEVEL_LOAN: Final = 1.0
 """Steps that may be met before others have earned it."""
-CREDIT_GAIN: Final = 6.0
-"""So many steps met beyond the share divide it by e."""
-CREDIT_RESERVE: Final = 2.0
+CREDIT_GAIN: Final = 3.5
+"""So many steps met beyond what the share allows divide the share by e ..."""
+CREDIT_RESERVE: Final = 1.5
+"""Of what the share allows, kept back."""
+CREDIT_LOW: Final = 0.5
+"""... down to this part: a debt is paid back slowly, since most idle time lies in few long gaps, and one missed for
+the sake of the last ten minutes' bad luck is dear."""
+CREDIT_HIGH: Final = 3.0
 CREDIT_MOST: Final = 10.0
 """What a time without a usable gap saves up."""
 
@@ -486,7 +491,8 @@ class GapPredictor:
         self._level_due -= 1
         if self._level_due <= 0:
             self._level_due = LEVEL_EVERY
-            share = self._share * min(math.exp((self._credit - CREDIT_RESERVE) / CREDIT_GAIN), 3.0)
+            urge = math.exp((self._credit - CREDIT_RESERVE) / CREDIT_GAIN)
+            share = self._share * min(max(urge, CREDIT_LOW), CREDIT_HIGH)
             below = np.cumsum(self._level)
             total = float(below[-1])
             mean = 0.0
