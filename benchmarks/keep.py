@@ -26,6 +26,7 @@ SUITES: Final = {
     "rpc": "What a client sees of the daemon",
     "memory": "Memory beside the pool",
     "soak": "An hour of mixed load, deaths included",
+    "compaction": "Compaction",
     "engines": "Real engines",
 }
 """Title by suite, in the page's order."""
