@@ -49,6 +49,7 @@ class Greedy:
             return plan
         fills, parked = self.index.fills, self.index.levels
         self._taken.clear()
+        self.index.begin_plan(now)
         moving: set[int] = set()
         while sources := fills.occupied & ((1 << parked) - 1):
             block = fills.first((sources & -sources).bit_length() - 1)
@@ -71,7 +72,7 @@ class Greedy:
         if nodes & moving or index.used[block] + index.gaps(block)[1] != size:
             return []
         for node in nodes:
-            if pool.tree.flags[node] or (pool.tree.holds[node] and pool.moves.readers(node) is None):
+            if not index.movable(node):
                 return []
         moves: list[PlannedMove] = []
         taken: list[int] = []

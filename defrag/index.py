@@ -16,7 +16,7 @@ Blocks that are neither full nor empty stand in two families of rings (circular 
     holes    by the longest free stretch that takes up no wholly free block; it may reach over an edge into the next
 
 Leases and running sequences come and go without a change of the tree, so none of this is believed: what is found here
-is looked at once more, in the pool, before a move is planned.  A block costs about 30 bytes, an extent 24.
+is looked at once more, in the pool, before a move is planned.  A block costs about 36 bytes, an extent 24.
 """
 
 from __future__ import annotations
@@ -477,7 +477,9 @@ class Index:
     def movable(self, node: int) -> bool:
         """Whether a node may be moved.  `starved` is set where that was not asked, since asking takes too long."""
         tree = self.pool.tree
-        if tree.flags[node]:
+        if (
+            tree.flags[node] or not tree.length[node]
+        ):  # it moves, or it has gone and the index has not heard of it yet
             return False
         if not tree.holds[node]:
             return True
@@ -532,7 +534,7 @@ class Index:
             self.fills.drop(block)
 
 
-RECHECK = 2.0  # seconds after which a block with slots of running sequences in it is looked at again
+RECHECK = 5.0  # seconds after which a block with slots of running sequences in it is looked at again
 
 
 def check(index: Index) -> list[str]:

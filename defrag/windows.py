@@ -27,7 +27,8 @@ LEVELS = 64  # of fill
 CLEAR, FULL, KEPT, LEAVING = LEVELS, LEVELS + 1, LEVELS + 2, LEVELS + 3  # further rings of windows
 NONE = 255  # no window begins in this group
 ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less is nothing
-BACK_OFF = 10.0  # seconds after which what was in the way is looked at again
+BACK_OFF = 60.0  # seconds after which what was in the way is looked at again ...
+BACK_OFF_WAITING = 2.0  # ... and where somebody waits for a run
 PASS_GAIN = 1000  # 1/1000 of what is free: a pass that cleared more is followed by another
 OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
 PLACING = 160  # work that the pieces of a window are always given, however many there were to be looked at
@@ -395,7 +396,7 @@ class Windows:
         """Adds moves that clear the cheapest stretch of `blocks` whole blocks to `plan`."""
         self.work = work
         self._used.clear()
-        if self.refresh(now):
+        if self.refresh(now + BACK_OFF - BACK_OFF_WAITING):
             plan.settled = False
             return
         if blocks > self.blocks or self.pool.runs.longest() >= blocks * self.index.size:
@@ -735,17 +736,17 @@ class Search:
 
     def best(self) -> int | None:
         """The first block of the cheapest stretch, None when each has something in it that cannot go."""
-        cost = min(self.costs)
-        self.windows.work -= len(self.costs) >> 6
-        if cost >= IMPOSSIBLE:
-            return None
-        stride = self.costs.index(cost)
-        start = self.starts[stride]
-        if sum(self.windows.index.used[start : start + self.blocks]) != cost:
+        while True:
+            cost = min(self.costs)
+            self.windows.work -= 1 + (len(self.costs) >> 6)
+            if cost >= IMPOSSIBLE:
+                return None
+            stride = self.costs.index(cost)
+            start = self.starts[stride]
+            if sum(self.windows.index.used[start : start + self.blocks]) == cost:
+                return start
             self.unknown.append(stride)  # it has changed
             self.more()
-            return self.best()
-        return start
 
     def changed(self, low: int, high: int) -> None:
         """There are obstacles among the blocks from `low` to `high`."""
