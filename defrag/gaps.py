@@ -15,16 +15,18 @@ gap's length only what comes early.  A threshold on the hazard buys both: what c
 between decode steps, and what comes after an engine has been idle for longer than those.
 
 *Order.*  For each engine the hazard is estimated by age on a logarithmic scale (32 bins an octave), as in a life
-table: of the gaps that reached a bin, which share ended in it.  Counts are decayed.  They are kept for all engines
-together, for the engine, and for the engine by what came before the gap: the class of the previous gap and of the
-step between (prefill, decode, the first after a night).  A finer table leans on the coarser one where it has seen
-little, and the coarsest on Lomax's tail, hazard 1 / age: what has been quiet for a while will be for as long again.
-A second family of tables counts ages relative to a running mean of the engine's short gaps, and so follows a batch
-that grows.  The two are mixed by how well each has told the gaps so far (Bayes), and given that this gap goes on.
-Hazards of several engines add up: whichever begins first ends the gap.
+table: of the gaps that reached a bin, which share ended in it.  Counts fade.  They are kept for all engines together,
+for the engine, and for the engine by what came before the gap: the lengths of the previous gap and of the step between
+(prefill, decode, the first after a night).  More telling counts lean on less telling ones where they have seen little,
+octave by octave, and within an octave half by half (a Polya tree).  Four families of such counts stand side by side:
+with and without what came before, and relative to a slow and a fast running mean of the engine's short gaps, which
+follow a batch that grows.  In each octave of age they are mixed by how well each has told it of late.  Hazards of
+several engines add up: whichever begins first ends the gap.
 
-*Level.*  The threshold is the `share` quantile of the hazards at which earlier gaps did end, so that, were the future
-like the past, that share of begins falls into what is bought, however wrong the estimates are (conformal prediction).
+*Level.*  The threshold is about the `share` quantile of the hazards at which earlier steps did begin, so that, were the
+future like the past, that share of begins falls into what is bought, however wrong the estimates are (conformal
+prediction).  Every begin tells, whether a copy ran or not.  What was met beyond the share, or short of it, moves the
+quantile until it is made up for.
 
 Pure: time comes in with the events, in seconds of any clock that does not jump.
 """
