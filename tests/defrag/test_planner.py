@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvslot.allocator import Admitted, Pool, Session, Space
+from kvslot.allocator import EVICTIONS, Admitted, OutOfTurn, Pool, PoolConfig, Session, Space
 from kvslot.defrag import Greedy, Plan, Planner, Purpose, rest
 from kvslot.defrag.index import Index, check
 
@@ -396,3 +396,115 @@ def test_what_is_evicted_next_is_not_moved_first() -> None:
     rest(pool)
     assert all(pool.tree.extents(node) == [64 + 32 * i, 4] for i, node in enumerate(victims))
     sound(pool)
+
+
+def test_a_plan_on_old_news_leaves_out_what_has_gone() -> None:
+    """Nodes that were evicted or split since the index was fed are not planned for, whatever stood in their place."""
+    rng = random.Random(14)
+    maker = Maker(400).fill(mixed, rng, 0.5)
+    pool = maker.pool
+    scattered = [maker.at(*(n for i in range(4) for n in (run + 5 * i, 3))) for run in _long_runs(pool, 20)]
+    for purpose in Purpose:
+        planner = planner_of(pool)
+        for node in scattered[:1] + rng.sample([node for node in maker.nodes if node not in scattered], 5):
+            maker.remove(node)
+        del scattered[:1]
+        gone = planner.plan(1 << 16, purpose)
+        assert all(pool.tree.length[move.node] for move in gone.moves)
+        planner.close()
+    sound(pool)
+
+
+def _long_runs(pool: Pool, length: int) -> list[int]:
+    """The first slots of free runs of at least `length` slots."""
+    return [start for start, n in pool.runs.length_at.items() if n >= length][:3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_in_the_midst_of_any_life(seed: int) -> None:
+    """Random requests, leases, steps, evictions and plans, fed or not, whose moves end late, out of order or badly."""
+    moves, refused = live(random.Random(seed), 250)
+    assert refused <= 2 + moves // 20
+
+
+def live(rng: random.Random, steps: int) -> tuple[int, int]:
+    """One life of a pool with a planner that comes and goes; how many moves were begun, and how many could not be."""
+    size = rng.choice((1, 4, 16, 64))
+    pool = Pool(
+        PoolConfig(
+            blocks=max(6, 3000 // size),
+            block_size=size,
+            opaque=size > 1 and rng.random() < 0.15,
+            watermark=0.0,
+            eviction=rng.choice(EVICTIONS),
+            ahead=rng.random() < 0.3,
+        )
+    )
+    pages = [page for page in (1, 1, 2, 4) if size % page == 0]
+    sessions = [pool.open_session(movable=rng.random() < 0.6, page=rng.choice(pages)) for _ in range(3)]
+    root = pool.open_space(Space("b"))
+    prompts = [bytes(rng.randrange(3) for _ in range(4 * 300)) for _ in range(8)]
+    planner: Planner | None = None
+    running: list[tuple[Session, int, int]] = []
+    flight: list[int] = []
+    begun = refused = 0
+    now = 0.0
+    for step in range(steps):
+        now += rng.choice((0.001, 0.1, 3.0))
+        act = rng.random()
+        session = rng.choice(sessions)
+        if act < 0.4:
+            length = rng.randint(2, 300)
+            answer = pool.allocate(session, root, rng.choice(prompts)[: 4 * length], now=now)
+            if isinstance(answer, Admitted):
+                running.append((session, answer.sequence, length))
+        elif act < 0.6 and running:
+            session, sequence, length = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.8:
+                pool.commit(session, sequence, length)
+            pool.free(session, sequence)
+        elif act < 0.64:
+            pool.evict(rng.randint(1, 400))
+        elif act < 0.7:
+            pool.progress(session, session.submitted + 1, session.submitted, epoch=session.epoch, now=now)
+        elif act < 0.72 and planner is not None:
+            for handle in flight:
+                pool.finish_move(handle, rng.random() < 0.9)
+            flight.clear()
+            planner.close()
+            planner = None
+        else:
+            planner = planner or Planner(pool)
+            fully = rng.random() < 0.7
+            while planner.feed(rng.randint(1, 200), now) and fully:
+                pass
+            before = state(pool)
+            plan = planner.plan(
+                rng.choice((10, 100, 5000)),
+                rng.choice(list(Purpose)),
+                now,
+                blocks=rng.choice((32, 32, 1, 3, 20)),
+            )
+            assert state(pool) == before
+            for move in plan.moves:
+                try:
+                    flight.append(pool.begin_move(move.node, move.at, move.length, move.target).handle)
+                    begun += 1
+                except OutOfTurn:
+                    refused += fully
+            rng.shuffle(flight)
+            for _ in range(rng.randint(0, len(flight))):
+                pool.finish_move(flight.pop(), rng.random() < 0.95)
+        if len(running) > 6:
+            session, sequence, _ = running.pop(0)
+            pool.free(session, sequence)
+        pool.poll(now)
+        if rng.random() < 0.3:
+            pool.tidy()
+        if step % 50 == 0:
+            sound(pool)
+            if planner is not None:
+                while planner.feed(1000, now):
+                    pass
+                assert check(planner.index) == []
+    return begun, refused
