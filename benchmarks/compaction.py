@@ -5,6 +5,7 @@
     moved     every bundled trace replayed with compaction, then emptied night by night: bytes moved per byte of whole
               blocks given back, by the planner and by the greedy one
     slices    a pool of 1,000,000 blocks: the longest time that the planner takes at a stretch
+    gaps      idle time that the predictor uses on recorded and made-up series, see gaps.py
     copies    the device's low-priority copies against memcpy, see copies.py
     stop      from the begin of a step to the last byte copied, see copies.py
     allocate  requests of others while a daemon compacts at half duty, and while it does not, see compacting.py
@@ -26,14 +27,14 @@ import msgspec
 
 from kvslot import replay
 from kvslot.allocator import OutOfTurn
-from kvslot.benchmarks import copies, pieces
+from kvslot.benchmarks import copies, gaps, pieces
 from kvslot.benchmarks.measure import clock, clock_cost_ns, quiet_collector
 from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
 from kvslot.benchmarks.rig import Realtime
 from kvslot.defrag import Planner, Purpose
 from kvslot.replay.policies import Shrinking
 
-GROUPS: Final = ("packing", "runs", "moved", "slices", "copies", "stop", "allocate", "steps", "hours")
+GROUPS: Final = ("packing", "runs", "moved", "slices", "gaps", "copies", "stop", "allocate", "steps", "hours")
 """In the order they run."""
 USUAL: Final = GROUPS[:-1]
 """Without what takes hours."""
@@ -402,6 +403,8 @@ def _measure(
             return measure_moved(quick=quick, seed=seed, report=tell, skipped=document.meta.skipped)
         case "slices":
             return measure_slices(size, cost, tell)
+        case "gaps":
+            return gaps.results(gaps.measure(quick=quick, report=tell))
         case "copies":
             return copies.copy_speed(quick=quick, seed=seed, report=tell)
         case "stop":

@@ -88,7 +88,7 @@ def add(subparsers: _common.Subparsers) -> None:
     memory.set_defaults(handler=run_memory)
     compaction = _suite(
         suites, "compaction", "moves: what they buy, cost and disturb", COMPACTION,
-        "packing, runs, moved, slices, copies, stop, allocate, steps, hours",
+        "packing, runs, moved, slices, gaps, copies, stop, allocate, steps, hours",
     )  # fmt: skip
     compaction.add_argument("--seed", type=int, default=0, metavar="N", help="for the replayed traces (0)")
     compaction.add_argument(
