@@ -399,7 +399,6 @@ class Server:
 
     def waits(self, hosted: HostedPool) -> None:
         """Somebody was told LATER: deadlines pass by time alone."""
-        self.compactors[hosted.name].poke()
         for member in hosted.fencing:
             member.ask_to_ring(True)
         self._start_ticking()

@@ -370,6 +370,8 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
         return reply
     if type(answer) is core.Later:
         server.waits(hosted)
+        if answer.reason is core.Reason.RUN:
+            server.compactors[hosted.name].poke()  # moves may make one
         return _later(hosted, answer, m.id)
     assert type(answer) is core.Never
     return messages.Never(m.id, answer.needed, answer.limit)
