@@ -174,9 +174,8 @@ class Index:
         self.group_is_changed = bytearray(-(-blocks // GROUP))
         # Blocks in whose holes something is planned to go -> the holes that are left until that has happened or not.
         self.remaining: dict[int, list[tuple[int, int]]] = {}
-        self.emptied: set[int] = (
-            set()
-        )  # blocks that are planned to be emptied, until that has happened or not
+        # Blocks that are planned to be emptied, until that has happened or not.
+        self.emptied: set[int] = set()
         self.now = 0.0  # the latest time told
         self.page = 1  # slots of the longest page that a session reads by
         self.starved = False
@@ -187,9 +186,8 @@ class Index:
         self._answers: dict[int, bool] = {}
         self._asked_at = 0.0
         self._log: list[int] = []
-        self._coming: list[
-            int
-        ] = []  # nodes that have left where they were, and are to be entered where they are
+        # Nodes that have left where they were, and are to be entered where they are.
+        self._coming: list[int] = []
         self._at = 0
         self._again = 0  # parked blocks that are to be looked at although their time has not come
         pool.tree.log = []
@@ -477,9 +475,8 @@ class Index:
     def movable(self, node: int) -> bool:
         """Whether a node may be moved.  `starved` is set where that was not asked, since asking takes too long."""
         tree = self.pool.tree
-        if (
-            tree.flags[node] or not tree.length[node]
-        ):  # it moves, or it has gone and the index has not heard of it yet
+        # It moves, or it has gone and the index has not heard of it yet.
+        if tree.flags[node] or not tree.length[node]:
             return False
         if not tree.holds[node]:
             return True

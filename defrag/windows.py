@@ -148,15 +148,13 @@ class Windows:
         self.windows = Rings(self.groups, LEVELS + 4)
         self.fills = Rings(self.groups, LEVELS + 1)  # groups by fill; none: full or empty
         self._changed: list[int] = []
-        self._later: deque[tuple[float, int, list[int]]] = (
-            deque()
-        )  # (until, window looked at in vain, blocks stuck)
+        # (until, window looked at in vain, blocks stuck)
+        self._later: deque[tuple[float, int, list[int]]] = deque()
         self._build = 0
         self._holes = Holes()
-        self._opened: set[int] = set()
-        self._whole: set[int] = (
-            set()
-        )  # windows that were sources when a group of theirs was, and have been since
+        self._opened: set[int] = set()  # groups whose holes are known
+        # Windows that were to be cleared when their groups were opened, and whose holes are known all the same.
+        self._whole: set[int] = set()
         self._level = -1
         self._fresh = True  # whether this plan has not looked at any window yet
         self._source = -1  # the window that is being cleared
