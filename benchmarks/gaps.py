@@ -368,8 +368,8 @@ def measure(
 def table(rows: Sequence[Row]) -> str:
     """For reading."""
     lines = [
-        f"{'':30}{'steps':>7}{'idle s':>9}  " + "".join(f"{name:^31}" for name in ("predictor", *RIVALS)),
-        f"{'':46}  " + f"{'used %':>8}{'met %':>7}{'error':>7}{'least':>7}  " * (1 + len(RIVALS)),
+        f"{'':30}{'steps':>7}{'idle s':>9}  " + "".join(f"{name:^33}" for name in ("predictor", *RIVALS)),
+        f"{'':46}  " + f"{'used %':>8}{'met %':>7}{'error':>7}{'least':>9}  " * (1 + len(RIVALS)),
     ]
     for row in rows:
         line = f"{row.series:30}{row.steps:7}{row.idle_s:9.1f}  "
@@ -377,12 +377,12 @@ def table(rows: Sequence[Row]) -> str:
             error, least = policy["error"], policy["smallest_us"]
             line += f"{policy['used_pct']:8.2f}{policy['met_pct']:7.2f}"
             line += f"{error:7.2f}" if isinstance(error, float) else f"{'':7}"
-            line += f"{least:7.0f}" if isinstance(least, float) else f"{'-':>7}"
+            line += f"{words(least * 1e-6):>9}" if isinstance(least, float) else f"{'-':>9}"
             line += "  "
         lines.append(line + ("" if row.ratio > 1 else "<"))
     lines.append(
         "used: of the idle time · met: of the steps · error: mean factor between gap and prediction · "
-        "least: shortest gap used without being met, us · <: not more than both timeout and ewma"
+        "least: shortest gap used without being met · <: not more than both timeout and ewma"
     )
     return "\n".join(lines)
 

@@ -294,6 +294,9 @@ def test_more_idle_time_is_used_than_by_a_timeout_or_a_mean(name: str) -> None:
     assert row.ratio > 1
     assert isinstance(met := row.policies["predictor"]["met_pct"], float)
     assert met <= 1.1
+    used, worst = bench.results([row])
+    assert used.value > 1
+    assert worst.value == pytest.approx(met, rel=0.001)
 
 
 def test_rivals_keep_to_what_is_allowed() -> None:
