@@ -32,7 +32,8 @@ from kvslot.benchmarks.measure import clock, clock_cost_ns, quiet_collector
 from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
 from kvslot.benchmarks.rig import Realtime
 from kvslot.defrag import Planner, Purpose
-from kvslot.replay.policies import Shrinking
+from kvslot.replay import policies
+from kvslot.replay.policies.slotted import SlottedPolicy
 
 GROUPS: Final = ("packing", "runs", "moved", "slices", "gaps", "copies", "stop", "allocate", "steps", "hours")
 """In the order they run."""
@@ -56,6 +57,7 @@ HOURS: Final = 72.0
 HOURS_REQUESTS = 150_000
 """Of a trace without a clock in all its hours: it comes at a rate of so many then.  At full load some would be asked
 tens of millions of times."""
+MATCHED: Final = "slotted, as much as greedy"
 SUITE: Final = "compaction"
 
 Progress = Callable[[str, float], None]
@@ -180,19 +182,46 @@ def sized(trace: replay.Trace, block_size: int, seed: int, **changes: object) ->
 
 def trade(config: replay.ReplayConfig, trace: replay.Trace, expander: replay.Expander) -> Trade:
     """Replays with moves for whole blocks, then empties the pool night by night, with compaction to rest each time."""
+    return _trade(config, trace, expander)[0]
+
+
+def _trade(
+    config: replay.ReplayConfig, trace: replay.Trace, expander: replay.Expander
+) -> tuple[Trade, list[int]]:
+    """Also what had been given back at the end of each rest."""
     outcome = replay.replay(trace, config, expander=expander)
     policy = outcome.policies[0]
-    assert isinstance(policy, Shrinking)
+    assert isinstance(policy, SlottedPolicy)
+    assert policy.compactor is not None
     for share in NIGHTS:
         policy.shrink(share, outcome.recorder.end)
         policy.rest(outcome.recorder.end)
     counted = policy.counters()
-    return Trade(counted.moved_tokens, counted.given_back * config.block_size)
+    return Trade(counted.moved_tokens, counted.given_back * config.block_size), policy.compactor.rests
+
+
+def trade_for(
+    goals: list[int], config: replay.ReplayConfig, trace: replay.Trace, expander: replay.Expander
+) -> Trade:
+    """As `trade`, but each rest ends once as much has been given back as `goals` says."""
+
+    def make(settings: policies.PolicyConfig) -> policies.Policy:
+        policy = SlottedPolicy(settings)
+        assert policy.compactor is not None
+        policy.compactor.goals = goals
+        return policy
+
+    policies.register(MATCHED, make)
+    try:
+        return trade(msgspec.structs.replace(config, policy=MATCHED), trace, expander)
+    finally:
+        policies.unregister(MATCHED)
 
 
 def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str, str]) -> list[Result]:
     """Both planners on every trace."""
     found: dict[tuple[str, int], tuple[Trade, Trade]] = {}
+    matched: list[tuple[Trade, Trade]] = []
     names = [name for name in replay.bundled() if not quick or name in QUICK]
     for nth, trace in enumerate(bundled(quick=quick, skipped=skipped)):
         expander = replay.Expander(trace)
@@ -200,8 +229,11 @@ def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str
             report(f"moved for blocks, {trace.name}, block {size}", (nth + at / 2) / len(names))
             config = sized(trace, size, seed, compaction="forced", purposes=("free_blocks",))
             ours = trade(config, trace, expander)
-            greedy = trade(msgspec.structs.replace(config, planner="greedy"), trace, expander)
+            plain = msgspec.structs.replace(config, planner="greedy")
+            greedy, goals = _trade(plain, trace, expander)
             found[trace.name, size] = ours, greedy
+            if greedy.given_back > 0:
+                matched.append((trade_for(goals, config, trace, expander), greedy))
     results = []
     traces: dict[str, list[tuple[Trade, Trade]]] = {}
     for (name, size), (ours, greedy) in found.items():
@@ -239,7 +271,26 @@ def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str
             f"{ours.price:.3f} bytes a byte, greedy {greedy.price:.3f}; "
             f"{ours.given_back:,} slots given back, greedy {greedy.given_back:,}",
         ),
+        *_matched(matched),
         *results,
+    ]
+
+
+def _matched(pairs: list[tuple[Trade, Trade]]) -> list[Result]:
+    """What the planner pays where it ends when it has given back as much as the greedy one, time by time."""
+    if not pairs:
+        return []
+    ours, greedy = _together(pairs)
+    return [
+        row(
+            "moved_for_as_much",
+            ours.price / greedy.price if greedy.moved else 0.0,
+            len(pairs),
+            f"{ours.moved:,} tokens for {ours.given_back:,} slots, greedy {greedy.moved:,} for {greedy.given_back:,}",
+            unit="x",
+            what="the same, the planner ending each time where the greedy one has",
+            ratio_to="greedy",
+        )
     ]
 
 

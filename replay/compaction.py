@@ -61,6 +61,10 @@ class Compactor:
         self.given_back = 0
         self._at_once = 0
         """Moves of the last plan that were over as soon as they began."""
+        self.rests: list[int] = []
+        """Blocks given back so far, at the end of each rest."""
+        self.goals: list[int] = []
+        """Where a rest ends early: once so many blocks have been given back, rest by rest."""
         self.pace = Pace(Rules())
         self._order: Order | None = None
         """What the moves under way are for."""
@@ -90,14 +94,23 @@ class Compactor:
                 self.pace.moved(self._order, moved, self.reading(), now)
 
     def rest(self, now: float) -> None:
-        """Everything that is to be gained, at once.  Raises Restless."""
+        """Everything that is to be gained (but see `goals`), at once.  Raises Restless."""
+        self._rest(now)
+        self.rests.append(self.given_back)
+
+    def _rest(self, now: float) -> None:
         self._drain()
+        at = len(self.rests)
+        goal = self.goals[at] if at < len(self.goals) else None
+        budget = REST_TOKENS if goal is None else self.pool.block_size
         left = list(self.purposes)
         moved = False
         for _ in range(REST_ROUNDS):
+            if goal is not None and self.given_back >= goal:
+                return
             self._feed(now)
             before = self.given_back
-            settled = self._begin(REST_TOKENS, left[0], now)
+            settled = self._begin(budget, left[0], now)
             if self._under_way or self._at_once:
                 moved = True
                 self._drain()
