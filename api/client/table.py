@@ -278,6 +278,7 @@ class Table:
         self._told = min(parent._told, length)
         self._own_from = length
         self._pending.extend(parent._pending[: length - self._told])
+        self._spoiled = parent._spoiled  # what nobody knows of its parent's tokens nobody knows of its own
         # What the parent has not yet copied is the child's to wait for, too; it is the same memory.
         self._mark = NEVER
         self._seat(length)

@@ -540,3 +540,19 @@ def test_a_lost_grown_of_a_real_daemon_publishes_nothing(daemon: Running) -> Non
         assert (np.asarray(theirs[indices.slot_indices(found, 0, found.hit)]) == 7).all()
         neighbour.free()
         del plane, theirs
+
+
+def test_a_fork_of_what_can_be_committed_no_further_cannot_be_either() -> None:
+    """Where a commit was lost, the daemon may know fewer tokens than were told, of a fork as of its parent."""
+    with fake(Peeling()) as (path, _), Client(path, append="chain") as client:
+        sequence = client.admit(range(10))
+        sequence.append(7)
+        sequence.commit(wait=False)
+        client.flush()
+        client._connection.lost("a test cut it")
+        client.reconnect()
+        child = sequence.fork()
+        assert isinstance(child, Sequence)
+        for each in (sequence, child):
+            with pytest.raises(Disconnected, match="nobody knows"):
+                each.commit()
