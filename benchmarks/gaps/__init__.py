@@ -440,7 +440,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(arguments.json).write_text(text + "\n", encoding="utf-8")
     print(table(rows))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
