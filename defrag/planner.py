@@ -14,6 +14,12 @@ enough may be cut once and fill a hole up.
 
     cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots.  cost <= COST_MOST * gain
 
+run.  See `windows`.  Where somebody waits for one run that there is none of, the cheapest stretch as long; else as many
+runs as there can be.
+
+join.  A node that was used lately and lies in far more extents than moves make goes to one free run, unless that is so
+long that it is worth more as it is.  Not twice in JOIN_BACK_OFF.
+
 What was looked at in vain waits until it changes or BACK_OFF has passed, so a settled pool is asked nothing.
 """
 
@@ -27,7 +33,7 @@ import msgspec
 from kvslot.allocator.errors import OutOfTurn
 from kvslot.defrag.index import GROUP, Index, hole_class
 from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
-from kvslot.defrag.windows import Piece, Windows, extents_most, piece_of
+from kvslot.defrag.windows import LONGEST, Piece, Windows, extents_most, piece_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +48,8 @@ EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
-SCATTERED = (
-    2  # times as many extents as a node may come to stand in by other moves: from there on it is gathered
-)
+# Times as many extents as a node may come to stand in by other moves: from there on it is gathered.
+SCATTERED = 2
 HOT = 1024  # ticks since its last use for which a node is hot, or as many as there are nodes
 JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
 JOINED_MOST = 4096  # nodes remembered for that
@@ -110,19 +115,26 @@ class Planner:
     ) -> Plan:
         """Moves of at most `budget` tokens together, at `now` (seconds, any origin, not going back).
 
-        `blocks`: the length of the run wanted, for the purpose `run` only.  Changes nothing of the pool.
+        What cannot be had for that little, one block or one piece, is planned all the same where it is the first.
+        `blocks`: the length of the run wanted, for the purpose `run` only.  A plan without moves that is not `settled`
+        has used up its time by looking: ask again.  Changes nothing of the pool.
         """
         self.index.begin_plan(now)
         if purpose is Purpose.FREE_BLOCKS:
             return self._free_blocks(budget, now)
         plan = Plan(purpose, [])
         if purpose is Purpose.RUN:
-            if self._windows is None:
-                self._windows = Windows(self.index)
-            if blocks == GROUP:
-                self._windows.plan(plan, budget, now, WORK)
+            # Somebody waits for a run that there is none of, or free memory is to be had in many of that length.
+            many = blocks == RUN_BLOCKS or self.pool.runs.longest() >= blocks * self.pool.block_size
+            if many and not 1 < blocks <= LONGEST:
+                return plan
+            windows = self._windows
+            if windows is None or (many and windows.group != blocks):
+                windows = self._windows = Windows(self.index, blocks if many else RUN_BLOCKS)
+            if many:
+                windows.plan(plan, budget, now, WORK)
             else:
-                self._windows.plan_one(plan, budget, now, WORK, blocks)
+                windows.plan_one(plan, budget, now, WORK, blocks)
         else:
             self._join(plan, budget, now)
         return plan

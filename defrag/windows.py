@@ -1,4 +1,4 @@
-"""Windows: stretches of `GROUP` whole blocks that can be cleared, so that free memory is usable as long runs.
+"""Windows: stretches of so many whole blocks that can be cleared, so that free memory is usable as long runs.
 
     blocks     |x.|.x|..|xx|##|.x|..|x.|..|xx|##|          # cannot be moved: leased, running, padding
     windows    [ clear it ] [..] slack [ keep it ] slack
@@ -25,8 +25,8 @@ from kvslot.defrag.view import Plan, PlannedMove
 
 LEVELS = 64  # of fill
 CLEAR, FULL, KEPT, LEAVING = LEVELS, LEVELS + 1, LEVELS + 2, LEVELS + 3  # further rings of windows
+LONGEST = 254  # blocks
 NONE = 255  # no window begins in this group
-ALIGNED_FROM = 32 * GROUP  # blocks between obstacles from which a window less is nothing
 BACK_OFF = 60.0  # seconds after which what was in the way is looked at again ...
 BACK_OFF_WAITING = 2.0  # ... and where somebody waits for a run
 PASS_GAIN = 1000  # 1/1000 of what is free: a pass that cleared more is followed by another
@@ -134,13 +134,16 @@ class Holes:
 class Windows:
     """The windows of one pool, kept up to date from the index."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, blocks: int) -> None:
+        """`blocks`: how many a window has, up to LONGEST."""
         self.index = index
+        self.group = blocks
+        self.aligned_from = 32 * blocks  # blocks between obstacles from which a window less is nothing
         self.pool = index.pool
         blocks = self.pool.config.blocks
         self.blocks = blocks
-        self.groups = -(-blocks // GROUP)
-        self.span = GROUP * index.size  # slots
+        self.groups = -(-blocks // self.group)
+        self.span = self.group * index.size  # slots
         self.stuck = bytearray(blocks)
         for block in range(-(-self.pool.padding // index.size)):
             self.stuck[block] = 1
@@ -198,9 +201,11 @@ class Windows:
         changed = self._changed
         heard, is_heard = self.index.groups_changed, self.index.group_is_changed
         while heard and self.work > 0:
-            group = heard.pop()
-            is_heard[group] = 0
-            self._refresh(group)
+            each = heard.pop()
+            is_heard[each] = 0
+            first, last = each * GROUP // self.group, (each * GROUP + GROUP - 1) // self.group
+            for group in range(first, min(last + 1, self.groups)):
+                self._refresh(group)
         while changed and self.work > 0:
             self._refresh(changed.pop())
         return bool(changed or heard or self._again or self._build < self.groups)
@@ -215,7 +220,7 @@ class Windows:
                 self._file(each)
 
     def _fill(self, group: int) -> None:
-        used = sum(self.index.used[group * GROUP : (group + 1) * GROUP])
+        used = sum(self.index.used[group * self.group : (group + 1) * self.group])
         if 0 < used < self.span and group not in self._opened:
             self.fills.put(group, used * LEVELS // self.span)
         else:
@@ -227,34 +232,34 @@ class Windows:
         if offset == NONE:
             self.windows.drop(group)
             return
-        start = group * GROUP + offset
-        used = sum(self.index.used[start : start + GROUP])
+        start = group * self.group + offset
+        used = sum(self.index.used[start : start + self.group])
         ring = CLEAR if not used else FULL if used == self.span else used * LEVELS // self.span
         self.windows.put(group, ring)
 
     def _lay_group(self, group: int) -> bool:
         """Where a window begins in `group`, if anywhere; True when that is not where it was."""
         find, rfind = self.stuck.find, self.stuck.rfind
-        first = group * GROUP
+        first = group * self.group
         found = NONE
         block = first
-        last = min(first + GROUP, self.blocks)
+        last = min(first + self.group, self.blocks)
         while block < last:
             # The stretch [low, high) without an obstacle that `block` is in, or enough of it to know that it is long.
-            high = find(1, block, block + ALIGNED_FROM)
+            high = find(1, block, block + self.aligned_from)
             if high == block:
                 block += 1
                 continue
             if high < 0:
-                high = min(block + ALIGNED_FROM, self.blocks)
-            low = rfind(1, max(0, block - ALIGNED_FROM), block) + 1 or max(0, block - ALIGNED_FROM)
+                high = min(block + self.aligned_from, self.blocks)
+            low = rfind(1, max(0, block - self.aligned_from), block) + 1 or max(0, block - self.aligned_from)
             start = first
             if (
-                high - low < ALIGNED_FROM
-                and (high - -(-low // GROUP) * GROUP) // GROUP < (high - low) // GROUP
+                high - low < self.aligned_from
+                and (high - -(-low // self.group) * self.group) // self.group < (high - low) // self.group
             ):
-                start += low % GROUP
-            if low <= start and start + GROUP <= high:
+                start += low % self.group
+            if low <= start and start + self.group <= high:
                 found = start - first
                 break
             block = high + 1
@@ -266,21 +271,21 @@ class Windows:
     def _lay(self, low: int, high: int) -> None:
         """Obstacles have come or gone among the blocks from `low` to `high`."""
         self.work -= 120
-        first = max(0, low - ALIGNED_FROM - GROUP) // GROUP
-        last = min(self.blocks - 1, high + ALIGNED_FROM + GROUP) // GROUP
+        first = max(0, low - self.aligned_from - self.group) // self.group
+        last = min(self.blocks - 1, high + self.aligned_from + self.group) // self.group
         for group in range(first, last + 1):
             if self._lay_group(group):
                 self._file(group)
 
     def window_of(self, block: int) -> int:
         """The group in which the window begins that `block` is in, or -1."""
-        group = block // GROUP
+        group = block // self.group
         offset = self.offset[group]
-        if offset != NONE and block >= group * GROUP + offset:
+        if offset != NONE and block >= group * self.group + offset:
             return group
         if group:
             offset = self.offset[group - 1]
-            if offset != NONE and block < group * GROUP + offset:
+            if offset != NONE and block < group * self.group + offset:
                 return group - 1
         return -1
 
@@ -342,9 +347,9 @@ class Windows:
 
     def _clear(self, group: int, budget: int, plan: Plan, now: float) -> bool:
         """Plans to clear a window, or part of it where all is too much for now; False: that is all for this plan."""
-        first = group * GROUP + self.offset[group]
+        first = group * self.group + self.offset[group]
         self._source = group
-        pieces, stuck, busy = self.pieces(first, first + GROUP)
+        pieces, stuck, busy = self.pieces(first, first + self.group)
         if self.index.starved:
             return False
         if stuck:
@@ -497,8 +502,8 @@ class Windows:
         self._wait(kept, KEPT, now)
         if kept != group and kept not in self._whole:
             self._whole.add(kept)
-            first = kept * GROUP + self.offset[kept]
-            self._stretches(first, first + GROUP)
+            first = kept * self.group + self.offset[kept]
+            self._stretches(first, first + self.group)
 
     def _wait(self, group: int, ring: int, now: float) -> None:
         self.windows.put(group, ring)
@@ -655,14 +660,14 @@ class Windows:
         self.fills.drop(group)
         self._opened.add(group)
         self.work -= 4
-        first = group * GROUP
-        last = min(first + GROUP, self.blocks)
+        first = group * self.group
+        last = min(first + self.group, self.blocks)
         block = first
         while block < last:
             window = self.window_of(block)
             stop = last
             if window >= 0:
-                stop = min(last, window * GROUP + self.offset[window] + GROUP)
+                stop = min(last, window * self.group + self.offset[window] + self.group)
             elif self.offset[group] != NONE:
                 stop = first + self.offset[group]
             if window not in (-1, self._source) and self.windows.ring_of[window] == self._level:

@@ -107,18 +107,35 @@ def test_a_block_costs_less_than_with_the_plain_planner(lengths: Lengths, block_
     assert cost["Planner"] <= cost["Greedy"] or not given["Greedy"]
 
 
-@pytest.mark.parametrize("blocks", [5, 40, 100])
+@pytest.mark.parametrize("blocks", [5, 40, 100, 300])
 @pytest.mark.parametrize("lengths", [short, mixed])
 def test_a_run_is_cleared_for_one_who_waits(blocks: int, lengths: Lengths) -> None:
-    """The cheapest stretch of as many blocks as were asked for is cleared, and then there is nothing left to do."""
+    """Where there is no run of as many blocks as were asked for, the cheapest stretch is cleared and nothing else."""
     maker = Maker(1500).fill(lengths, random.Random(4), 0.5)
     pool = maker.pool
     wanted = blocks * 16
-    done = rest(pool, (Purpose.RUN,), blocks=blocks)
-    assert pool.runs.longest() >= wanted
-    assert done.moved_tokens <= wanted
-    assert not rest(pool, (Purpose.RUN,), blocks=blocks).moves
+    planner = planner_of(pool)
+    moved = 0
+    while pool.runs.longest() < wanted:
+        plan = ask(planner, Purpose.RUN, blocks=blocks)
+        assert plan.moves
+        assert carry_out(pool, plan) == 0
+        moved += plan.cost
+    assert moved <= wanted
+    planner.close()
     sound(pool)
+
+
+@pytest.mark.parametrize("blocks", [2, 8, 100])
+def test_runs_may_be_of_another_length(blocks: int) -> None:
+    """Free memory becomes runs of any length that was asked for, once there is one."""
+    maker = Maker(3000).fill(mixed, random.Random(4), 0.5)
+    planner = Planner(maker.pool)
+    for _ in range(2):
+        rest(maker.pool, (Purpose.RUN,), blocks=blocks, planner=planner)
+    assert in_runs(maker.pool, blocks) >= 0.93
+    planner.close()
+    sound(maker.pool)
 
 
 def test_no_run_is_begun_that_there_is_no_room_for() -> None:
