@@ -52,10 +52,13 @@ BATCH_BYTES: Final = 1 << 19
 """Copied by one call and published together."""
 PLAN_TOKENS: Final = 16384
 """Of one plan at the most."""
-PLAN_BLOCKS: Final = 4
-"""... and at the least: what a few blocks hold, for less than that empties none."""
+PLAN_BLOCKS: Final = 2
+PLAN_LEAST: Final = 32
+"""... and at the least what so many blocks hold, or so many tokens: for less than a block's no block is emptied."""
 PLAN_SECONDS: Final = 0.0002
 """What making a plan should take: the next one's budget is halved or doubled for that."""
+PLAN_LAST: Final = 8
+"""Times as much is allowed, before it is believed that there is nothing."""
 IN_VAIN: Final = 4096
 """Plans one after the other that have only looked at a part of the pool; then it is as if there were nothing."""
 FEED: Final = 16
@@ -132,7 +135,8 @@ class Compactor:
         self._sought_since = self._sought_until = 0.0
         self._search_from = 0.0
         self._pause = PAUSE_FIRST
-        self._budget = 4 * self._in_flight
+        self._budget = self._budget_least = max(PLAN_BLOCKS * pool.block_size, PLAN_LEAST)
+        self._budget_last = PLAN_LAST * self._budget_least
         self._idle_since = 0.0
         self._in_vain = 0  # plans one after the other that were not finished
         self._loose: dict[str, int] = {}  # when `once` began
@@ -298,10 +302,11 @@ class Compactor:
         self.state = "planning"
         self._look_who_follows(now)
         began = time.perf_counter()
-        plan = self._planner.plan(self._budget, order.purpose, now, blocks=order.blocks)
+        budget = self._budget
+        plan = self._planner.plan(budget, order.purpose, now, blocks=order.blocks)
         took = time.perf_counter() - began
         if took > PLAN_SECONDS:
-            self._budget = max(PLAN_BLOCKS * self.hosted.core.block_size, self._budget // 2)
+            self._budget = max(self._budget_least, self._budget // 2)
         elif took < PLAN_SECONDS / 2:
             self._budget = min(PLAN_TOKENS, 2 * self._budget)
         self.plans += 1
@@ -309,6 +314,9 @@ class Compactor:
             self._in_vain += 1
             return 0.0  # it has only looked at a part
         self._in_vain = 0
+        if not plan.moves and budget < self._budget_last:
+            self._budget = self._budget_last  # what little was allowed may have been too little for anything
+            return 0.0
         pace.planned(order, len(plan.moves), reading, now)
         if not plan.moves:
             return 0.0
