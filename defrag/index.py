@@ -48,23 +48,29 @@ def hole_class(n: int) -> int:
     return EXACT + ((e - 7) << 3) + ((n >> (e - 4)) & 7)
 
 
+def zeros(n: int) -> memoryview[int]:
+    """`n` int32 of 0, as quick to read as an array and made at once, however many: pages come as they are touched."""
+    return np.zeros(n, np.int32).data
+
+
 class Rings:
     """Members 0..n-1, each in one of a few circular lists or in none."""
 
-    __slots__ = ("after", "before", "count", "members", "occupied", "ring_of")
+    __slots__ = ("_ring", "after", "before", "count", "members", "occupied")
 
     def __init__(self, members: int, rings: int) -> None:
         self.members = members
         # Ring r begins and ends at the mark members + r.
-        self.after = array("i", range(members + rings))
-        self.before = array("i", range(members + rings))
-        self.ring_of = array("h", b"\xff\xff" * members)
+        self.after, self.before = zeros(members + rings), zeros(members + rings)
+        for mark in range(members, members + rings):
+            self.after[mark] = self.before[mark] = mark
+        self._ring = np.zeros(members, np.uint16).data  # one more than the ring's number, 0 for none
         self.count = [0] * rings
         self.occupied = 0  # bit r is set when ring r has a member
 
     def put(self, member: int, ring: int) -> None:
         """At the end of `ring`, out of the one it was in."""
-        if self.ring_of[member] >= 0:
+        if self._ring[member]:
             self.drop(member)
         after, before = self.after, self.before
         mark = self.members + ring
@@ -73,24 +79,28 @@ class Rings:
         before[member] = last
         after[member] = mark
         before[mark] = member
-        self.ring_of[member] = ring
+        self._ring[member] = ring + 1
         if not self.count[ring]:
             self.occupied |= 1 << ring
         self.count[ring] += 1
 
     def drop(self, member: int) -> None:
         """Out of the ring it is in, if any."""
-        ring = self.ring_of[member]
+        ring = self._ring[member] - 1
         if ring < 0:
             return
         after, before = self.after, self.before
         left, right = before[member], after[member]
         after[left] = right
         before[right] = left
-        self.ring_of[member] = -1
+        self._ring[member] = 0
         self.count[ring] -= 1
         if not self.count[ring]:
             self.occupied ^= 1 << ring
+
+    def ring_of(self, member: int) -> int:
+        """The ring that `member` is in, or -1."""
+        return self._ring[member] - 1
 
     def first(self, ring: int) -> int:
         """The member that has been longest in `ring`, or -1."""
@@ -147,16 +157,15 @@ class Index:
         self.pool = pool
         self.size = pool.block_size
         blocks = pool.config.blocks
-        self.used = array("i", bytes(4 * blocks))
-        self.first = array("i", bytes(4 * blocks))
+        self.used, self.first = zeros(blocks), zeros(blocks)
         self._used_view = np.frombuffer(self.used, dtype=np.int32)
         self._first_view = np.frombuffer(self.first, dtype=np.int32)
         self.levels = min(self.size, LEVELS)
         self.fills = Rings(blocks, self.levels + 1)  # the last ring: those looked at in vain
         self.holes = Rings(blocks, HOLE_CLASSES)
         self.parked_free = 0  # free slots of the blocks looked at in vain
-        self._parked_free = array("H", bytes(2 * blocks))  # of each, when it was parked
-        self._until = array("f", bytes(4 * blocks))
+        self._parked_free = np.zeros(blocks, np.uint16).data  # of each, when it was parked
+        self._until = np.zeros(blocks, np.float32)
         self._origin: float | None = None
         # Entries, from 1 on: an extent of a node.  `next` goes on in the list of the block it begins in, `tail` in that
         # of the block it ends in if that is another, `more` to the next extent of the node.
@@ -169,7 +178,7 @@ class Index:
         self._entries_free = 0
         self._node_entry = array("i", [0])
         self._dirty: list[int] = []
-        self._is_dirty = bytearray(blocks)
+        self._is_dirty = np.zeros(blocks, np.uint8).data
         self.groups_changed: list[int] = []
         self.group_is_changed = bytearray(-(-blocks // GROUP))
         # Blocks in whose holes something is planned to go -> the holes that are left until that has happened or not.
@@ -526,7 +535,7 @@ class Index:
                 self._dirty.append(block)
 
     def _unpark(self, block: int) -> None:
-        if self.fills.ring_of[block] == self.levels:
+        if self.fills.ring_of(block) == self.levels:
             self.parked_free -= self._parked_free[block]
             self.fills.drop(block)
 
@@ -556,9 +565,9 @@ def check(index: Index) -> list[str]:
         seen = {(slot, end, index.entry_node[entry]) for slot, end, entry in index.spans(block)}
         if seen != touching[block]:
             wrong.append(f"block {block}: holds {seen}, not {touching[block]}")
-        if (0 < count < size) != (index.fills.ring_of[block] >= 0):
-            wrong.append(f"block {block}, {count} used, stands in ring {index.fills.ring_of[block]}")
-    free = sum(index._parked_free[b] for b in range(len(used)) if index.fills.ring_of[b] == index.levels)
+        if (0 < count < size) != (index.fills.ring_of(block) >= 0):
+            wrong.append(f"block {block}, {count} used, stands in ring {index.fills.ring_of(block)}")
+    free = sum(index._parked_free[b] for b in range(len(used)) if index.fills.ring_of(b) == index.levels)
     if free != index.parked_free:
         wrong.append(f"{index.parked_free} free slots in parked blocks, {free} are")
     return wrong

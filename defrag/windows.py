@@ -216,7 +216,7 @@ class Windows:
             return
         self._fill(group)
         for each in (group, group - 1):
-            if each >= 0 and self.windows.ring_of[each] != KEPT:  # what is being filled is no source at once
+            if each >= 0 and self.windows.ring_of(each) != KEPT:  # what is being filled is no source at once
                 self._file(each)
 
     def _fill(self, group: int) -> None:
@@ -648,7 +648,7 @@ class Windows:
         window = self.window_of(block)
         if window < 0:
             return True
-        ring = self.windows.ring_of[window]
+        ring = self.windows.ring_of(window)
         return ring > self._level and ring not in (CLEAR, LEAVING)
 
     def _open(self) -> bool:
@@ -670,7 +670,7 @@ class Windows:
                 stop = min(last, window * self.group + self.offset[window] + self.group)
             elif self.offset[group] != NONE:
                 stop = first + self.offset[group]
-            if window not in (-1, self._source) and self.windows.ring_of[window] == self._level:
+            if window not in (-1, self._source) and self.windows.ring_of(window) == self._level:
                 self._wait(window, KEPT, self.index.now)  # where sources and targets meet: this one is filled
             if window < 0 or (window not in self._whole and self._is_target(block)):
                 self._stretches(block, stop)

@@ -133,19 +133,19 @@ def test_parked_blocks_come_back_in_time_or_when_they_change() -> None:
     maker = Maker(20)
     node = maker.at(33, 5)
     index = fed(Index(maker.pool))
-    level = index.fills.ring_of[2]
+    level = index.fills.ring_of(2)
     index.park(2, until=10.0)
-    assert index.fills.ring_of[2] == index.levels
+    assert index.fills.ring_of(2) == index.levels
     assert index.parked_free == 11
     index.feed(100, now=9.0)
-    assert index.fills.ring_of[2] == index.levels
+    assert index.fills.ring_of(2) == index.levels
     index.feed(100, now=11.0)
-    assert index.fills.ring_of[2] == level
+    assert index.fills.ring_of(2) == level
     assert index.parked_free == 0
     index.park(2, until=20.0)
     maker.remove(node)
     fed(index)
-    assert index.fills.ring_of[2] == -1
+    assert index.fills.ring_of(2) == -1
     assert check(index) == []
 
 
