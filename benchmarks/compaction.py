@@ -221,7 +221,7 @@ def trade_for(
 def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str, str]) -> list[Result]:
     """Both planners on every trace."""
     found: dict[tuple[str, int], tuple[Trade, Trade]] = {}
-    matched: list[tuple[Trade, Trade]] = []
+    matched: dict[str, list[tuple[Trade, Trade]]] = {}
     names = [name for name in replay.bundled() if not quick or name in QUICK]
     for nth, trace in enumerate(bundled(quick=quick, skipped=skipped)):
         expander = replay.Expander(trace)
@@ -233,7 +233,8 @@ def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str
             greedy, goals = _trade(plain, trace, expander)
             found[trace.name, size] = ours, greedy
             if greedy.given_back > 0:
-                matched.append((trade_for(goals, config, trace, expander), greedy))
+                as_much = trade_for(goals, config, trace, expander)
+                matched.setdefault(trace.name, []).append((as_much, greedy))
     results = []
     traces: dict[str, list[tuple[Trade, Trade]]] = {}
     for (name, size), (ours, greedy) in found.items():
@@ -276,21 +277,33 @@ def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str
     ]
 
 
-def _matched(pairs: list[tuple[Trade, Trade]]) -> list[Result]:
+def _matched(found: dict[str, list[tuple[Trade, Trade]]]) -> list[Result]:
     """What the planner pays where it ends when it has given back as much as the greedy one, time by time."""
-    if not pairs:
+    traces = {name: _together(pairs) for name, pairs in found.items()}
+    prices = {name: ours.price / greedy.price for name, (ours, greedy) in traces.items() if greedy.moved}
+    if not prices:
         return []
-    ours, greedy = _together(pairs)
+    worst = max(prices, key=lambda name: prices[name])
+    ours, greedy = _together(list(traces.values()))
     return [
         row(
+            "moved_for_as_much_worst",
+            prices[worst],
+            len(prices),
+            f"worst: {worst}; what is given back beyond that costs more, block by block",
+            unit="x",
+            what="as moved_per_given_back_worst, the planner ending each time where the greedy one has",
+            ratio_to="greedy",
+        ),
+        row(
             "moved_for_as_much",
-            ours.price / greedy.price if greedy.moved else 0.0,
-            len(pairs),
+            ours.price / greedy.price,
+            len(traces),
             f"{ours.moved:,} tokens for {ours.given_back:,} slots, greedy {greedy.moved:,} for {greedy.given_back:,}",
             unit="x",
-            what="the same, the planner ending each time where the greedy one has",
+            what="the same, over all traces",
             ratio_to="greedy",
-        )
+        ),
     ]
 
 
