@@ -1,8 +1,9 @@
 """Longer searches than the tests have time for, against a live daemon.
 
-python -I tests/faults --minutes 10 --start SEED     a third of the time each: frames no client would send; a client
-                                                     killed at every byte of each verb's frame; engines that do
-                                                     anything and die at any moment
+python -I tests/faults --minutes 10 --start SEED     a quarter of the time each: frames no client would send; a
+                                                     client killed at every byte of each verb's frame; compaction
+                                                     switched in the midst of moves; engines that do anything and
+                                                     die at any moment
 python -I tests/faults --seed 4711                   one seed of frames again
 """
 
@@ -36,11 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     seconds = 60 * options.minutes
     began = time.monotonic()
-    seeds = _frames(options.start, seconds / 3)
+    seeds = _frames(options.start, seconds / 4)
     print(f"{seeds * BLOCK} frames from seed {options.start} on: the daemon is as it was", flush=True)
-    kills, verbs = _kills(began + 2 * seconds / 3, options.start)
+    kills, verbs = _kills(began + 2 * seconds / 4, options.start)
     print(
         f"{kills} clients killed, at every byte of {verbs} verbs' frames: nothing is left of them", flush=True
+    )
+    moved = _moves(began + 3 * seconds / 4, options.start)
+    print(
+        f"{moved} moves while compaction was switched, from seed {options.start} on: every byte was right",
+        flush=True,
     )
     seed, lives = options.start, 0
     while time.monotonic() < began + seconds:
@@ -84,6 +90,29 @@ def _frames(start: int, seconds: float) -> int:
                     raise
         actors.empty(daemon)
     return int(seed) - start + 1
+
+
+def _moves(until: float, start: int) -> int:
+    """Seeds from `start` on for so long, one at least; how many moves were published."""
+    moving = importlib.import_module("tests.faults.moving")
+    running = importlib.import_module("tests.tools.daemon").running
+    published, seed = 0, start
+    while True:
+        pool = {
+            **moving.SMALL,
+            "blocks": (65, 33, 129, 257)[seed % 4],
+            "block_size": (16, 8, 32, 4)[seed % 4],
+        }
+        with running(pools=[pool], compaction_chunk_bytes=4096, **moving.AT_ONCE) as daemon:
+            try:
+                published += moving.switch(daemon, seed, 250).published
+            except BaseException:
+                print(f"FAILED at seed {seed}; replay it: python -I tests/faults --minutes 0 --start {seed}")
+                print(daemon.text()[-4000:], flush=True)
+                raise
+        seed += 1
+        if time.monotonic() >= until:
+            return published
 
 
 def _kills(until: float, start: int) -> tuple[int, int]:
