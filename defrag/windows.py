@@ -155,6 +155,7 @@ class Windows:
         self._later: deque[tuple[float, int, list[int]]] = deque()
         self._build = 0
         self._holes = Holes()
+        self._old: list[list[tuple[int, int, bool]]] = []  # forgotten, which takes time too
         self._opened: set[int] = set()  # groups whose holes are known
         # Windows that were to be cleared when their groups were opened, and whose holes are known all the same.
         self._whole: set[int] = set()
@@ -185,6 +186,11 @@ class Windows:
                 self._file(window)
                 self.work -= 1
             self._one_more = False
+        while self._old and self.work > 0:
+            self.work -= 8
+            del self._old[-1][-256:]
+            if not self._old[-1]:
+                del self._old[-1]
         while self._again and self.work > 0:
             self._again -= 1
             self.work -= 1
@@ -208,7 +214,7 @@ class Windows:
                 self._refresh(group)
         while changed and self.work > 0:
             self._refresh(changed.pop())
-        return bool(changed or heard or self._again or self._build < self.groups)
+        return bool(changed or heard or self._old or self._again or self._build < self.groups)
 
     def _refresh(self, group: int) -> None:
         self.work -= 2
@@ -333,6 +339,7 @@ class Windows:
         self._changed += self._opened
         self._opened.clear()
         self._whole.clear()
+        self._old += self._holes.classes.values()
         self._holes = Holes()
 
     def _threshold(self) -> int:
