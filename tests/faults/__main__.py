@@ -105,7 +105,7 @@ def _moves(until: float, start: int) -> int:
         }
         with running(pools=[pool], compaction_chunk_bytes=4096, **moving.AT_ONCE) as daemon:
             try:
-                published += moving.switch(daemon, seed, 250).published
+                published += int(moving.switch(daemon, seed, 250).published)
             except BaseException:
                 print(f"FAILED at seed {seed}; replay it: python -I tests/faults --minutes 0 --start {seed}")
                 print(daemon.text()[-4000:], flush=True)
