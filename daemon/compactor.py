@@ -319,6 +319,8 @@ class Compactor:
             return 0.0
         pace.planned(order, len(plan.moves), reading, now)
         if not plan.moves:
+            if order.ticket:
+                self._let_evict(now)
             return 0.0
         self._order = order
         self._counted = (self.mover.outcomes.settled, self.mover.outcomes.moved_tokens)
@@ -334,6 +336,13 @@ class Compactor:
     @property
     def _busy(self) -> bool:
         return self.hosted.core.admission.busy
+
+    def _let_evict(self, now: float) -> None:
+        """Moves cannot make the run that a ticket waits for: it waits for them no longer."""
+        admission = self.hosted.core.admission
+        admission.move_patience, patience = 0.0, admission.move_patience
+        self.server.deliver(self.hosted, now)
+        admission.move_patience = patience
 
     def _feed(self) -> bool:
         """A slice of what the planner is to take note of; true when there is more."""
