@@ -12,7 +12,8 @@ must be cached and movable or free.  Of an extent that reaches over the block's 
 as the node stays in few extents (`extents_most`).  Pieces take the hole that fits exactly, else best; one that is long
 enough may be cut once and fill a hole up.
 
-    cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots.  cost <= COST_MOST * gain
+    cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots
+    cost <= gain * (COST_MOST where much of the blocks in use is free, COST_LEAST where they are nearly full)
 
 run.  See `windows`.  Where somebody waits for one run that there is none of, the cheapest stretch as long; else as many
 runs as there can be.
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
 
 WORK = 320  # for a plan: about 2 us each
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
-COST_MOST = 0.9  # of the slots given back: what may be paid for them
+COST_MOST = 0.9  # of the slots given back: what may be paid for them where more than ...
+LOOSE = 0.04  # ... so much of the blocks in use is free, and ...
+COST_LEAST = 0.2  # ... where less than ...
+DENSE = 0.02  # ... so much is; between the two, between the two
 PART = 64  # of a block: the shortest part that a piece is cut into, 2 tokens at the least
 EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
@@ -94,6 +98,7 @@ class Planner:
         self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
         self._blocks_free = pool.runs.blocks_free  # when this pass began
         self._doomed: set[int] = set()
+        self._cost_most = 0.0  # of a block, in this plan
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
@@ -163,7 +168,13 @@ class Planner:
         if self.pool.unit > 1:
             return plan
         fills = index.fills
-        most = self._level()
+        # The denser the blocks in use are, the less another one may cost.
+        size, runs = index.size, self.pool.runs
+        in_use = max(1, self.pool.config.blocks - runs.blocks_free) * size
+        waste = (runs.total - runs.blocks_free * size) / in_use
+        share = min(1.0, max(0.0, (waste - DENSE) / (LOOSE - DENSE)))
+        self._cost_most = (COST_LEAST + share * (COST_MOST - COST_LEAST)) * size
+        most = min(self._level(), int(self._cost_most * index.levels / size))
         self._work = WORK
         # What is evicted next anyway is not worth a copy.
         short = self.pool.runs.total << SHORT_SHIFT < self.pool.usable
@@ -217,7 +228,7 @@ class Planner:
             pieces.append(piece)
             self._work -= 1
             cost += piece.length + EXTENT_COST * piece.cuts
-        if cost > COST_MOST * size:
+        if cost > self._cost_most:
             return 0
         used = index.used[block]
         if index.gaps(block)[1] + used != size:
