@@ -398,7 +398,7 @@ class Compactor:
         if self._planner is not None and now - self._idle_since > KEEP:
             self._planner.close()
             self._planner = None
-            self._forget_gaps()
+            self._words = ()  # what is known of gaps is kept: it takes some hundred steps to learn
         delay = pace.wake(now)
         return delay if delay < 1.0 else math.inf  # `upkeep` looks once a second
 

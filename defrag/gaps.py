@@ -499,8 +499,8 @@ class GapPredictor:
             total = float(below[-1])
             mean = 0.0
             for part in LEVEL_PARTS:
-                wanted = share * part * total
-                index = int(np.searchsorted(below, wanted, side="right"))
+                wanted = min(share * part, 1.0) * total
+                index = min(int(np.searchsorted(below, wanted, side="right")), LEVEL_SPAN)
                 start = float(below[index - 1]) if index else 0.0
                 mean += index + min((wanted - start) / max(float(self._level[index]), 1e-300), 1.0)
             self._threshold = LEVEL_FLOOR * 2.0 ** (mean / len(LEVEL_PARTS) / LEVEL_BINS)

@@ -209,6 +209,21 @@ def test_an_engine_that_runs_ahead_is_busy_all_the_time() -> None:
     assert predictor.statistics().gaps == 1
 
 
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.3, 0.5, 0.99])
+def test_any_share_goes(share: float) -> None:
+    """The share that an operator sets may be as large as the range allows: half of all steps, say."""
+    predictor = GapPredictor(share=share)
+    rng = random.Random(4)
+    at = 1000.0
+    for step in range(1, 400):
+        began = at + rng.choice((0.001, 0.01, 0.02))
+        predictor.seen(1, step, at, at - 0.001, True)
+        at = began + rng.expovariate(300)
+        predictor.seen(1, step, began, at, False)
+        assert 0 <= predictor.budget(at + 1e-4) < math.inf
+    assert predictor.statistics().steps > 390
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     """The share is told apart from a percentage by its range."""
