@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 
 from kvslot.api.client import Client, Control, indices
 from kvslot.api.wire import Namespace, messages
+from kvslot.api.wire.errors import Disconnected
 from kvslot.benchmarks.report import Document, Result, result
 from kvslot.benchmarks.rig import (
     ALLOCATE,
@@ -57,7 +58,7 @@ CLIENTS: Final = 4
 FIRSTS: Final = 8
 RATE: Final = 2_000.0
 """Operations a second, all clients together."""
-ROOM: Final = 7_168
+ROOM: Final = 9_216
 """Slots that the scattered pieces leave to others."""
 DUTY: Final = 0.5
 COPIES_PRIORITY: Final = 5
@@ -78,7 +79,7 @@ Progress = Callable[[str, float], None]
 class Size(NamedTuple):
     """How much is done."""
 
-    slots: int = 24_576
+    slots: int = 26_624
     rounds: int = 16
     seconds: float = 0.25
     step_cold: int = 12
@@ -162,7 +163,7 @@ def compacted(
         scatter = Scatter(daemon, control, size)
         try:
             yield daemon, control, scatter, Path(name)
-        except OSError as error:
+        except (OSError, Disconnected) as error:
             raise RuntimeError(f"{error}; the daemon's last words:\n{daemon.words()}") from error
         finally:
             scatter.close()
