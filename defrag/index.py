@@ -35,6 +35,7 @@ GROUP = 32  # blocks of a group: groups are told to be looked at again as a whol
 READ = 500  # sequences that are looked at in a plan, about, to know who reads the nodes that are held
 BELIEVED = 1.0  # seconds for which it is believed that a held node may be moved or may not
 ANSWERS_MOST = 4096
+WARMED = 1 << 19  # bytes that are touched for the first time in one call
 LEVELS = 64  # of fill; a block of fewer slots has one for each
 EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
 HOLE_CLASSES = EXACT + 8 * 10 + 1
@@ -118,6 +119,7 @@ class Index:
         "_asks",
         "_at",
         "_build",
+        "_cold",
         "_coming",
         "_dirty",
         "_entries_free",
@@ -199,6 +201,11 @@ class Index:
         self._coming: list[int] = []
         self._at = 0
         self._again = 0  # parked blocks that are to be looked at although their time has not come
+        rings = (self.fills, self.holes)
+        flats = [self.used, self.first, self._is_dirty, self._parked_free, self._until.data]
+        flats += [flat for each in rings for flat in (each.before, each.after, each._ring)]
+        # What is still to be touched for the first time: bytes of the members' part of the flat arrays.
+        self._cold = [(np.frombuffer(flat, np.uint8)[: blocks * flat.itemsize], 0) for flat in flats]
         pool.tree.log = []
         self._build: Iterator[int] | None = pool.tree.live()
 
@@ -208,6 +215,15 @@ class Index:
         """Looks at up to about `budget` extents and blocks that changed; True: there are more.  About 5 us for each."""
         if now > self.now:
             self.now = now
+        if self._cold:
+            # Memory is given as it is first touched, in pages that may be large: not all of that within one call.
+            flat, at = self._cold[-1]
+            flat[at : at + WARMED] = 0
+            if at + WARMED < len(flat):
+                self._cold[-1] = (flat, at + WARMED)
+            else:
+                del self._cold[-1]
+            return True
         tree = self.pool.tree
         # All that has changed leaves before anything comes in: what stands where something else stood is then the only
         # one there.
