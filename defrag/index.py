@@ -178,7 +178,7 @@ class Index:
         self.entry_tail = array("i", [0])
         self.entry_more = array("i", [0])
         self._entries_free = 0
-        self._node_entry = array("i", [0])
+        self._node_entry = zeros(len(pool.tree.keys) + 1024)  # the first of a node's entries
         self._dirty: list[int] = []
         self._is_dirty = np.zeros(blocks, np.uint8).data
         self.groups_changed: list[int] = []
@@ -206,6 +206,7 @@ class Index:
         flats += [flat for each in rings for flat in (each.before, each.after, each._ring)]
         # What is still to be touched for the first time: bytes of the members' part of the flat arrays.
         self._cold = [(np.frombuffer(flat, np.uint8)[: blocks * flat.itemsize], 0) for flat in flats]
+        self._cold.append((np.frombuffer(self._node_entry, np.uint8), 0))
         pool.tree.log = []
         self._build: Iterator[int] | None = pool.tree.live()
 
@@ -271,12 +272,18 @@ class Index:
         """Listens no longer."""
         self.pool.tree.log = None
 
+    def _grow(self, nodes: int) -> memoryview[int]:
+        """Room for that many nodes and as many again."""
+        old, self._node_entry = self._node_entry, zeros(2 * nodes)
+        self._node_entry[: len(old)] = old
+        return self._node_entry
+
     def _leave(self, node: int) -> int:
         """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost."""
         tree = self.pool.tree
         heads = self._node_entry
         if node >= len(heads):
-            heads.frombytes(bytes(4 * (max(len(tree.keys), node + 1) - len(heads))))
+            heads = self._grow(len(tree.keys))
         extents = tree.extents(node) if tree.parent[node] and tree.length[node] else []
         more, slots, lengths = self.entry_more, self.entry_slot, self.entry_length
         entry = heads[node]
@@ -305,7 +312,7 @@ class Index:
         tree = self.pool.tree
         heads = self._node_entry
         if node >= len(heads):
-            heads.frombytes(bytes(4 * (max(len(tree.keys), node + 1) - len(heads))))
+            heads = self._grow(len(tree.keys))
         if heads[node] or not tree.parent[node] or not tree.length[node]:
             return 1
         extents = tree.extents(node)
