@@ -91,10 +91,25 @@ FULL: Final = Size()
 QUICK: Final = Size(slots=16_384, rounds=4, step_cold=4, step_rounds=4, steps=150)
 
 
+class Desk:
+    """An operator's requests, each on a connection of its own: one that says nothing for long is closed."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._path = str(daemon.socket)
+
+    def evict(self, tokens: int) -> None:
+        with Control(self._path) as control:
+            control.evict(tokens)
+
+    def defrag(self, action: str) -> messages.Compaction:
+        with Control(self._path) as control:
+            return control.defrag(action)[0]
+
+
 class Scatter:
     """A session that leaves a piece in every block, and new ones each time."""
 
-    def __init__(self, daemon: Daemon, control: Control, size: Size) -> None:
+    def __init__(self, daemon: Daemon, control: Desk, size: Size) -> None:
         self._peer = Peer(daemon.socket, namespace="scatter")
         self._control = control
         self._slots = size.slots
@@ -146,7 +161,7 @@ def realtime_of(realtime: Realtime, daemon: Daemon, *pids: int) -> Iterator[None
 @contextlib.contextmanager
 def compacted(
     size: Size, compaction: str, duty: float = DUTY
-) -> Iterator[tuple[Daemon, Control, Scatter, Path]]:
+) -> Iterator[tuple[Daemon, Desk, Scatter, Path]]:
     """A daemon with a pool to scatter, its control, and what scatters it."""
     with (
         tempfile.TemporaryDirectory(prefix="kvslot-bench-") as name,
@@ -158,8 +173,8 @@ def compacted(
             compaction=compaction,
             compaction_duty=duty,
         ) as daemon,
-        Control(str(daemon.socket)) as control,
     ):
+        control = Desk(daemon)
         scatter = Scatter(daemon, control, size)
         try:
             yield daemon, control, scatter, Path(name)
@@ -169,8 +184,8 @@ def compacted(
             scatter.close()
 
 
-def status(control: Control) -> messages.Compaction:
-    return control.defrag("status")[0]
+def status(control: Desk) -> messages.Compaction:
+    return control.defrag("status")
 
 
 def row(name: str, value: float, samples: int | None = None, note: str = "", **words: str) -> Result:
@@ -318,7 +333,7 @@ class Seen(NamedTuple):
 class Side:
     """A daemon, and the one engine on its pool."""
 
-    def __init__(self, daemon: Daemon, control: Control, scatter: Scatter, realtime: Realtime) -> None:
+    def __init__(self, daemon: Daemon, control: Desk, scatter: Scatter, realtime: Realtime) -> None:
         self._daemon = daemon
         self._control = control
         self._scatter = scatter
