@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from kvslot.allocator.pool import Pool
 
-WORK = 320  # for a plan: about 2 us each
+WORK = 240  # for a plan: about 2 us each
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
 COST_MOST = 0.9  # of the slots given back: what may be paid for them where more than ...
 LOOSE = 0.04  # ... so much of the blocks in use is free, and ...
