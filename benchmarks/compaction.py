@@ -51,7 +51,8 @@ QUICK: Final = ("sgd_a", "mtbench101_a", "taubench_airline_a")
 QUICK_REQUESTS: Final = 1_000
 PLAN_TOKENS: Final = 2_048
 """Of a plan, where a slice is timed: a megabyte to a quarter of a gigabyte, several gaps' worth."""
-FEED: Final = 256
+FEED: Final = 64
+"""Changes that the planner takes note of between two looks at the time, as in the daemon."""
 PLANS: Final = 400
 HOURS: Final = 72.0
 HOURS_REQUESTS = 150_000
