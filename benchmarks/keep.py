@@ -49,6 +49,21 @@ REASONS: Final = {
         "pool that has turned over a request takes two holes and three or four extents, and gives them back. Where "
         "single frames got faster, this ratio fell."
     ),
+    "moved_per_given_back_worst": (
+        "the greedy planner gives back few blocks, the cheapest ones, and ends; its average price is lower on a trace "
+        "where it takes 22 blocks and the planner 160. What both pay over all traces, and for as many blocks, stands "
+        "beside it."
+    ),
+    "copy_16k": (
+        "a loop of memcpy in C over the same pieces comes to little more on this machine; see `copy_16k_native`."
+    ),
+    "allocate_p50": (
+        "begin, publication and plans run on the loop that serves, in turns of a tenth of a millisecond; a request "
+        "that comes in such a turn waits for its end."
+    ),
+    "step_p50": (
+        "no step met a copy; engine and copies share the processor's caches here, which is the likely cause."
+    ),
 }
 """By name of a result; looked up when it misses its target."""
 
