@@ -19,7 +19,10 @@ run.  See `windows`.  Where somebody waits for one run that there is none of, th
 runs as there can be.
 
 join.  A node that was used lately and lies in far more extents than moves make goes to one free run, unless that is so
-long that it is worth more as it is.  Not twice in JOIN_BACK_OFF.
+long that it is worth more as it is.  Not twice in JOIN_BACK_OFF.  It takes up no more wholly free blocks than it gives
+back, and every extent less is to be had for at most EXTENT_WORTH tokens moved.  Where eviction goes on, what
+is older than the younger half will be gone before it has paid, and so will most of what is read once: a node goes when
+it has been read again since it was first seen in pieces.
 
 What was looked at in vain waits until it changes or BACK_OFF has passed, so a settled pool is asked nothing.
 """
@@ -54,9 +57,11 @@ BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left a
 PASS_GAIN = 100  # 1/100 of what is free outside whole blocks: a pass that gained more is followed by another
 # Times as many extents as a node may come to stand in by other moves: from there on it is gathered.
 SCATTERED = 2
+EXTENT_WORTH = 16  # tokens that may be moved for each extent that a hot node will have fewer
+EXTENTS_MOST = 512  # half as many extents: a node in more is not asked which blocks it gives back
 HOT = 1024  # ticks since its last use for which a node is hot, or as many as there are nodes
 JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
-JOINED_MOST = 4096  # nodes remembered for that
+JOINED_MOST = 4096  # nodes remembered for that, or as seen in pieces
 SHORT_SHIFT = 4  # with less than 1/16 of the pool free, eviction goes on, and ...
 VICTIMS = 32  # ... so many of the next victims are not moved
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
@@ -96,6 +101,9 @@ class Planner:
         self._windows: Windows | None = None
         self._scattered: list[int] = []  # nodes that are still to be looked at
         self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
+        self._seen: dict[
+            int, tuple[int, int]
+        ] = {}  # nodes in pieces: their first slot, and their tick when seen first
         self._blocks_free = pool.runs.blocks_free  # when this pass began
         self._doomed: set[int] = set()
         self._cost_most = 0.0  # of a block, in this plan
@@ -430,9 +438,16 @@ class Planner:
         if not self._scattered:
             self._joined = {node: until for node, until in self._joined.items() if until > now}
             self._scattered = list(tree.scattered)
+            if len(self._seen) > JOINED_MOST:
+                self._seen.clear()
         hot = pool.tick - max(HOT, tree.nodes)
+        short = pool.runs.total << SHORT_SHIFT < pool.usable
+        if short:
+            for oldest in tree.evictor.victims(1):
+                hot = max(hot, (pool.tick + tree.tick[oldest]) >> 1)
         longest = GROUP * pool.block_size  # a longer run is worth more as it is
-        used: set[int] = set()
+        used: set[int] = set()  # runs
+        taken: set[int] = set()  # blocks that something is to go to
         work = WORK
         while self._scattered:
             work -= 2
@@ -441,14 +456,24 @@ class Planner:
                 return
             node = self._scattered.pop()
             extents = tree.scattered.get(node)
-            if extents is None or tree.tick[node] < hot or tree.flags[node]:
+            if extents is None or tree.flags[node]:
                 continue
             length = tree.length[node]
             if (
                 len(extents) >> 1 <= SCATTERED * extents_most(length)
                 or length > longest
+                or length > EXTENT_WORTH * ((len(extents) >> 1) - 1)
                 or node in self._joined
             ):
+                continue
+            tick = tree.tick[node]
+            if short:
+                seen = self._seen.setdefault(node, (extents[0], tick))
+                if seen[0] != extents[0]:
+                    seen = self._seen[node] = (extents[0], tick)  # another node by now
+                if seen[1] == tick:
+                    continue
+            if tick < hot:
                 continue
             if plan.moves and plan.cost + length > budget:
                 self._scattered.append(node)
@@ -458,36 +483,65 @@ class Planner:
                 self._joined[node] = now + JOIN_BACK_OFF
             if not self.index.movable(node):
                 continue
-            run = self._run_for(length, longest, used)
-            if run < 0:
+            work -= 8 + (len(extents) >> 2)
+            emptied = self._emptied_by(extents, taken) if len(extents) < EXTENTS_MOST else 0
+            target = self._run_for(length, longest, used, emptied)
+            if target < 0:
                 continue
-            used.add(run)
-            work -= 8
-            plan.moves.append(PlannedMove(node, 0, length, list(extents), [run, length]))
+            taken.update(range(target // pool.block_size, (target + length - 1) // pool.block_size + 1))
+            plan.moves.append(PlannedMove(node, 0, length, list(extents), [target, length]))
             plan.cost += length
             plan.gain += (len(extents) >> 1) - 1
         if plan.moves:
             plan.settled = False
 
-    def _run_for(self, n: int, longest: int, used: set[int]) -> int:
-        """The shortest free run of `n` slots, among a few, if it is not one that is worth more as it is."""
-        runs, unit = self.pool.runs, self.pool.unit
+    def _emptied_by(self, extents: list[int], taken: set[int]) -> int:
+        """Blocks but those `taken` that become wholly free when what stands in `extents` has gone."""
+        index, size = self.index, self.index.size
+        own: dict[int, int] = {}
+        for i in range(0, len(extents), 2):
+            slot, end = extents[i], extents[i] + extents[i + 1]
+            for block in range(slot // size, (end - 1) // size + 1):
+                own[block] = own.get(block, 0) + min(end, (block + 1) * size) - max(slot, block * size)
+        emptied = 0
+        for block, n in own.items():
+            if (
+                block not in taken
+                and n == index.used[block]
+                and (n == size or index.gaps(block)[1] + n == size)
+            ):
+                emptied += 1
+        return emptied
+
+    def _run_for(self, n: int, longest: int, used: set[int], most: int) -> int:
+        """Where `n` slots stand at an end of the shortest free run, among a few, that has room for them without
+        taking up more than `most` wholly free blocks, and is not worth more as it is; -1 if there is none."""
+        runs, unit, size = self.pool.runs, self.pool.unit, self.index.size
         cells = n // runs.cell
         c = runs.class_of(0, cells * runs.cell) if cells > 1 else min(n, runs.holes)
         occupied = runs.occupied >> c << c
-        while occupied:
+        looks = LOOKS
+        while occupied and looks > 0:
             c = (occupied & -occupied).bit_length() - 1
             occupied ^= 1 << c
-            best = -1
+            best = at = -1
             for start in islice(reversed(runs.classes[c]), EACH):
                 length = runs.length_at[start]
-                if length > longest and best < 0:
-                    return -1
-                if n <= length and start not in used and not start % unit:
-                    if best < 0 or length < runs.length_at[best]:
-                        best = start
+                looks -= 1
+                if length < n or start in used or (0 <= best and runs.length_at[best] <= length):
+                    continue
+                stop = start + length
+                allowed = most if length <= longest else 0  # a longer run is worth more as it is
+                for slot in (start, stop - n):
+                    # Whole blocks of the run that the slots touch.
+                    first = max(-(-start // size), slot // size)
+                    last = min(stop // size, -(-(slot + n) // size))
+                    if last - first <= allowed and not slot % unit:
+                        best, at = start, slot
+                        break
             if best >= 0:
-                return best
+                used.add(best)
+                return at
         return -1
 
 

@@ -147,7 +147,7 @@ def test_no_run_is_begun_that_there_is_no_room_for() -> None:
 
 def test_a_hot_node_is_gathered() -> None:
     """A node in many extents that was used lately goes to one run, once."""
-    maker = Maker(100)
+    maker = Maker(100, 64)
     pool = maker.pool
     node = maker.at(*(n for i in range(12) for n in (64 + 5 * i, 3)))
     for i in range(11):
@@ -171,6 +171,63 @@ def test_a_cold_node_is_not_gathered() -> None:
     maker.at(*(n for i in range(12) for n in (64 + 5 * i, 3)))
     maker.pool.tick += 1_000_000
     assert not rest(maker.pool, (Purpose.JOIN,)).moves
+
+
+def scattered(maker: Maker, first: int, count: int, each: int) -> int:
+    """A node in `count` extents of `each` tokens from slot `first` on, with something of others between them."""
+    node = maker.at(*(n for i in range(count) for n in (first + (each + 2) * i, each)))
+    for i in range(count - 1):
+        maker.at(first + each + (each + 2) * i, 2)
+    return node
+
+
+def test_a_join_breaks_no_free_block_that_it_does_not_give_back() -> None:
+    """Nodes stay in many extents where the only runs for them are of wholly free blocks; what gives back as many as it
+    takes up is gathered there."""
+    maker = Maker(60)
+    pool = maker.pool
+    scattered(maker, 64, 20, 3)
+    for i in range(10):
+        maker.at(320 + 64 * i, 16)  # runs of three blocks between
+    assert not rest(pool, (Purpose.JOIN,)).moves
+    alone = maker.at(*(n for i in range(15) for n in (192 + 2 * i, 1)))
+    before = pool.runs.blocks_free
+    assert rest(pool, (Purpose.JOIN,)).moves == 1
+    assert len(pool.tree.extents(alone)) == 2
+    assert pool.runs.blocks_free >= before
+    sound(pool)
+
+
+def test_a_join_costs_no_more_than_it_is_worth() -> None:
+    """A node in extents that are long is not moved to make few of them, however many there are."""
+    for each in (8, 100):
+        maker = Maker(10, 4096)
+        node = scattered(maker, 4096, 30, each)
+        assert rest(maker.pool, (Purpose.JOIN,)).moves == (each == 8)
+        assert (len(maker.pool.tree.extents(node)) == 2) == (each == 8)
+
+
+@pytest.mark.parametrize("state", ["full", "full, read again", "full, read again, but old", "loose"])
+def test_where_eviction_goes_on_only_what_is_read_again_is_gathered(state: str) -> None:
+    """In a full pool a node is gathered once it has been read again and is not about to go; in a loose one at once."""
+    maker = Maker(12, 256)
+    pool = maker.pool
+    node = scattered(maker, 256, 20, 3)
+    maker.at(512, 140)
+    maker.at(728, 40)
+    while state != "loose" and pool.runs.total > 150:
+        maker.add(min(100, pool.runs.longest(), pool.runs.total - 100))
+    pool.tick = maker.nodes[-1] + 100
+    planner = planner_of(pool)
+    moves = ask(planner, Purpose.JOIN).moves
+    assert bool(moves) == (state == "loose")
+    if state == "loose":
+        return
+    if "again" in state:
+        tree = pool.tree
+        tree.hold(node)
+        tree.unhold(node, 1 + tree.tick[node] if "old" in state else pool.tick)
+    assert [move.node for move in ask(planner, Purpose.JOIN).moves] == [node] * (state == "full, read again")
 
 
 def test_pools_of_whole_blocks_gain_runs() -> None:
