@@ -24,7 +24,7 @@ class State(IntEnum):
     PRIVATE = 1  # a live sequence's, written or not; forks may share it
     CACHED = 2  # a tree node's: published, never written again
     FENCED = 3  # given back, but a submitted step may still touch it
-    MOVING = 4  # the target of a move whose copy has not ended, or the old place of one that readers still follow
+    MOVING = 4  # the target of a move whose copy has not ended, or an old place that is still read
     RESERVED = 5  # set aside for a waiting ticket
     QUARANTINED = 6  # a lost session's, its process not yet proven gone
     PADDING = 7  # never handed out: slot 0 is read padding, the last of them write padding
