@@ -450,7 +450,7 @@ class Planner:
         taken: set[int] = set()  # blocks that something is to go to
         work = WORK
         while self._scattered:
-            work -= 2
+            work -= 3
             if work <= 0 or plan.cost >= budget:
                 plan.settled = False
                 return

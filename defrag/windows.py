@@ -37,6 +37,7 @@ IMPOSSIBLE = 1 << 40
 _ZERO = np.zeros(1, dtype=np.int64)
 SPARE = 8  # cuts that what goes from a window may always have, one for CUT_LEAST tokens of it at the most
 CUT_LEAST = 16
+PART_SHIFT = 14  # slots of a part of the pool whose holes are told apart together, in bits
 CUTS_PER = 128  # tokens of a node for each extent that it may have beyond two
 
 
@@ -85,6 +86,9 @@ class Holes:
     def __init__(self) -> None:
         self.classes: dict[int, list[tuple[int, int, bool]]] = {}
         self.occupied = 0
+        # The end that each is taken from -> its length, by part of the pool, since a large dictionary takes long to
+        # grow and to go.  What else stands in a class has become part of another hole.
+        self.lengths: dict[int, dict[int, int]] = {}
 
     def add(self, slot: int, n: int, front: bool) -> None:
         """[slot, slot + n), to be taken from its `front` or else from its end."""
@@ -94,6 +98,23 @@ class Holes:
             members = self.classes[c] = []
         members.append((slot, n, front))
         self.occupied |= 1 << c
+        end = slot if front else slot + n
+        part = self.lengths.get(end >> PART_SHIFT)
+        if part is None:
+            part = self.lengths[end >> PART_SHIFT] = {}
+        part[end if front else ~end] = n
+
+    def give_back(self, slot: int, n: int, front: bool) -> None:
+        """Undoes that [slot, slot + n) was taken: it is one hole again with what was left of that."""
+        if front:
+            self.add(slot, n + self._pop(slot + n, slot + n), True)
+        else:
+            left = self._pop(slot, ~slot)
+            self.add(slot - left, left + n, False)
+
+    def _pop(self, end: int, key: int) -> int:
+        part = self.lengths.get(end >> PART_SHIFT)
+        return part.pop(key, 0) if part is not None else 0
 
     def best(self, n: int) -> tuple[int, int, bool] | None:
         """Takes out the shortest of at least `n` slots, or of a few nearly as short."""
@@ -107,7 +128,10 @@ class Holes:
                 if members[i][1] >= n and (found < 0 or members[i][1] < members[found][1]):
                     found = i
             if found >= 0:
-                return self._out(c, found)
+                hole = self._out(c, found)
+                if hole is not None:
+                    return hole
+                occupied |= self.occupied & (1 << c)
         return None
 
     def longest(self, most: int) -> tuple[int, int, bool] | None:
@@ -119,15 +143,27 @@ class Holes:
             members = self.classes[c]
             for i in range(len(members) - 1, max(len(members) - 17, -1), -1):
                 if members[i][1] <= most:
-                    return self._out(c, i)
+                    hole = self._out(c, i)
+                    if hole is not None:
+                        return hole
+                    occupied |= self.occupied & (1 << c)
+                    break
         return None
 
-    def _out(self, c: int, i: int) -> tuple[int, int, bool]:
+    def _out(self, c: int, i: int) -> tuple[int, int, bool] | None:
+        """Takes one out of its class; None where it is none any more."""
         members = self.classes[c]
         members[i], members[-1] = members[-1], members[i]
         hole = members.pop()
         if not members:
             self.occupied ^= 1 << c
+        slot, n, front = hole
+        end = slot if front else slot + n
+        key = end if front else ~end
+        part = self.lengths.get(end >> PART_SHIFT)
+        if part is None or part.get(key) != n:
+            return None
+        del part[key]
         return hole
 
 
@@ -156,6 +192,7 @@ class Windows:
         self._build = 0
         self._holes = Holes()
         self._old: list[list[tuple[int, int, bool]]] = []  # forgotten, which takes time too
+        self._parts: list[dict[int, int]] = []
         self._opened: set[int] = set()  # groups whose holes are known
         # Windows that were to be cleared when their groups were opened, and whose holes are known all the same.
         self._whole: set[int] = set()
@@ -167,6 +204,8 @@ class Windows:
         self._again = 0  # windows that were looked at in vain and are to be looked at again
         self._apart = (0, 0)  # blocks of the one window that is being cleared for somebody who waits
         self._used: set[int] = set()  # runs taken from by this plan although they are long
+        # Where something was planned up to in this plan -> the end of the free run that it was taken from.
+        self._planned: dict[int, int] = {}
         self._search: Search | None = None
         self._part = max(2, self.pool.unit)
         self.work = 0
@@ -191,6 +230,8 @@ class Windows:
             del self._old[-1][-256:]
             if not self._old[-1]:
                 del self._old[-1]
+        while self._parts and self.work > 0:
+            self.work -= 4 + (len(self._parts.pop()) >> 5)
         while self._again and self.work > 0:
             self._again -= 1
             self.work -= 1
@@ -214,7 +255,7 @@ class Windows:
                 self._refresh(group)
         while changed and self.work > 0:
             self._refresh(changed.pop())
-        return bool(changed or heard or self._old or self._again or self._build < self.groups)
+        return bool(changed or heard or self._old or self._parts or self._again or self._build < self.groups)
 
     def _refresh(self, group: int) -> None:
         self.work -= 2
@@ -301,6 +342,7 @@ class Windows:
         """Adds moves that clear windows to `plan`."""
         self.work = work
         self._fresh = True
+        self._planned.clear()
         self._begin(0, 0)
         if self.refresh(now):
             plan.settled = False
@@ -340,6 +382,7 @@ class Windows:
         self._opened.clear()
         self._whole.clear()
         self._old += self._holes.classes.values()
+        self._parts += self._holes.lengths.values()
         self._holes = Holes()
 
     def _threshold(self) -> int:
@@ -383,8 +426,7 @@ class Windows:
             if target is None:
                 if self.work <= 0 and targets:
                     break  # the holes that were looked at are known from now on
-                for hole in undo:
-                    self._holes.add(*hole)
+                self._give_back(undo)
                 if self.work <= 0:
                     return False
                 self._keep_one(group, now)
@@ -406,6 +448,7 @@ class Windows:
         """Adds moves that clear the cheapest stretch of `blocks` whole blocks to `plan`."""
         self.work = work
         self._used.clear()
+        self._planned.clear()
         if self.refresh(now + BACK_OFF - BACK_OFF_WAITING):
             plan.settled = False
             return
@@ -618,8 +661,7 @@ class Windows:
             if hole is None:
                 if self.work > 0 and self._open():
                     continue
-                for each in reversed(taken):
-                    holes.add(*each)
+                self._give_back(taken)
                 return None
             if self._is_good(hole):
                 out += self._take(hole, many, taken)
@@ -633,9 +675,10 @@ class Windows:
         slot, n, front = hole
         runs = self.pool.runs
         if front:
-            if runs.length_at.get(slot, 0) < n:
+            start = self._planned.get(slot, slot)
+            if runs.length_at.get(start, 0) < slot + n - start:
                 return False
-        elif runs.start_at.get(slot + n, slot + 1) > slot:
+        elif runs.start_at.get(self._planned.get(~(slot + n), slot + n), slot + 1) > slot:
             return False
         size = self.index.size
         return self._is_target(slot // size) and self._is_target((slot + n - 1) // size)
@@ -643,10 +686,26 @@ class Windows:
     def _take(self, hole: tuple[int, int, bool], n: int, undo: list[tuple[int, int, bool]]) -> list[int]:
         """Plans the first or last `n` slots of a hole that was taken out."""
         slot, length, front = hole
-        undo.append((slot, n, front) if front else (slot + length - n, n, front))
+        planned = self._planned
+        if front:
+            undo.append((slot, n, True))
+            planned[slot + n] = planned.get(slot, slot)
+            if length > n:
+                self._holes.add(slot + n, length - n, True)
+            return [slot, n]
+        stop = slot + length
+        undo.append((stop - n, n, False))
+        planned[~(stop - n)] = planned.get(~stop, stop)
         if length > n:
-            self._holes.add(*((slot + n, length - n, front) if front else (slot, length - n, front)))
-        return [slot, n] if front else [slot + length - n, n]
+            self._holes.add(slot, length - n, False)
+        return [stop - n, n]
+
+    def _give_back(self, taken: list[tuple[int, int, bool]]) -> None:
+        """Undoes what `_take` did, the latest first."""
+        for slot, n, front in reversed(taken):
+            self._planned.pop(slot + n if front else ~slot, None)
+            self._holes.give_back(slot, n, front)
+        taken.clear()
 
     def _is_target(self, block: int) -> bool:
         start, stop = self._apart

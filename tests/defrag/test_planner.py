@@ -8,6 +8,7 @@ import pytest
 from kvslot.allocator import EVICTIONS, Admitted, OutOfTurn, Pool, PoolConfig, Session, Space
 from kvslot.defrag import Greedy, Plan, Planner, Purpose, rest
 from kvslot.defrag.index import Index, check
+from kvslot.defrag.windows import Holes
 
 from .pools import Maker, bound, carry_out, in_runs, packing, sound, state
 
@@ -84,6 +85,41 @@ def test_free_memory_becomes_runs(lengths: Lengths, leased: float) -> None:
     if not leased:
         assert in_runs(pool) >= 0.95  # one window more or less is a hundredth in so small a pool
         sound(pool)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "lengths"), [(480, 528, mixed), (600, 64, mixed), (1000, 528, long)]
+)
+def test_small_pools_become_runs_too(blocks: int, block_size: int, lengths: Lengths) -> None:
+    """Of the runs that there can be in a pool of few windows all but one are made, and no whole block is lost."""
+    maker = Maker(blocks, block_size).fill(lengths, random.Random(15), 0.6)
+    pool = maker.pool
+    planner = Planner(pool)
+    rest(pool, (Purpose.FREE_BLOCKS,), planner=planner)
+    before = pool.runs.blocks_free
+    assert in_runs(pool) < 0.3
+    done = rest(pool, (Purpose.RUN,), planner=planner)
+    planner.close()
+    assert done.refused <= done.moves // 100
+    window = 32 * block_size
+    assert round(in_runs(pool) * pool.runs.total / window) >= pool.runs.total // window - 1
+    assert pool.runs.blocks_free >= before
+    sound(pool)
+
+
+def test_holes_that_were_given_back_are_whole_again() -> None:
+    """What is taken off either end of a hole and given back can be taken as one."""
+    for front in (True, False):
+        holes = Holes()
+        holes.add(100, 50, front)
+        hole = holes.best(50)
+        assert hole == (100, 50, front)
+        left = (120, 30, front) if front else (100, 30, front)
+        holes.add(*left)
+        holes.give_back(*((100, 20, front) if front else (130, 20, front)))
+        assert holes.best(1) == (100, 50, front)
+        assert holes.best(1) is None
+        assert holes.longest(1000) is None
 
 
 @pytest.mark.parametrize(
@@ -200,7 +236,7 @@ def test_a_join_breaks_no_free_block_that_it_does_not_give_back() -> None:
 
 def test_a_join_costs_no_more_than_it_is_worth() -> None:
     """A node in extents that are long is not moved to make few of them, however many there are."""
-    for each in (8, 100):
+    for each in (8, 30):
         maker = Maker(10, 4096)
         node = scattered(maker, 4096, 30, each)
         assert rest(maker.pool, (Purpose.JOIN,)).moves == (each == 8)
