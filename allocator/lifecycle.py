@@ -91,8 +91,6 @@ class Lifecycle(Tables):
             return
         session.completed = completed
         session.stalled = False
-        if session.settling:
-            self.moves.settle(session)
         if session.group is None:
             self._pass_fences(session)
         else:
@@ -257,6 +255,8 @@ class Lifecycle(Tables):
         if session.life:  # lost: they stay; gone: the sweep releases them, with what it quarantined
             return
         passed = session.passed()
+        if session.settling:
+            self.moves.settle(session, passed)
         fences = session.fences
         while fences and fences[0][0] <= passed:
             self._unfence(session, heapq.heappop(fences)[2])

@@ -40,10 +40,13 @@ READERS_MAX = (
     64  # sequences that are told of a move at the most; data that more of them read stays where it is
 )
 FOLLOWS_FOR = 2.0  # seconds without a step from which a session is not relied upon to apply what it is told
-UNAPPLIED_SHARE = (
-    32  # of the pool one part in so many: old slots a session may hold up, then it is told no more
+RETIRED_SHARE = (
+    32  # of the pool one part in so many: old places that readers hold up, then none is told any more
 )
-UNAPPLIED_LEAST = 64  # slots; in a small pool too
+RETIRED_LEAST = 64  # slots; in a small pool too
+SEQUENCES_MAX = (
+    2048  # running: beyond, nothing that is held is moved, since who holds it is found by looking at all
+)
 
 
 class Move(msgspec.Struct, gc=False, eq=False):
@@ -52,6 +55,7 @@ class Move(msgspec.Struct, gc=False, eq=False):
     handle: int
     node: int
     at: int
+    depth: int  # of the node when it began: a split in front of `at` changes it, and what `at` means
     length: int
     source: list[int]
     target: list[int]
@@ -124,7 +128,7 @@ class Moves:
         if tree.holds[node] and self.readers(node) is None:
             raise OutOfTurn(f"node {node} is held by somebody who cannot be told of new slots")
         if target is not None:
-            if sum(target[1::2]) != length or min(target[1::2]) <= 0:
+            if sum(target[1::2]) != length or min(target[1::2]) <= 0 or any(n % pool.unit for n in target):
                 raise OutOfTurn(f"{length} tokens do not fit {target}")
             taken = runs.take_edges(target)
         elif length > runs.total:
@@ -138,7 +142,7 @@ class Moves:
         if not taken:
             raise OutOfTurn(f"no such free slots for {length} tokens of node {node}")
         pool.ledger.shift_all(target, length, FREE, MOVING)
-        move = Move(pool._handle(), node, at, length, source, target)
+        move = Move(pool._handle(), node, at, tree.depth[node], length, source, target)
         if tree.flags[node] & MOVING_FLAG:
             self.of_node[node].append(move.handle)
         else:
@@ -183,7 +187,7 @@ class Moves:
     def _is_as_it_was(self, move: Move) -> bool:
         """Whether this is the life of the node that the move began in, and its tokens stand where they stood."""
         tree, node = self.pool.tree, move.node
-        if not tree.parent[node] or not tree.flags[node] & MOVING_FLAG:
+        if not tree.parent[node] or not tree.flags[node] & MOVING_FLAG or tree.depth[node] != move.depth:
             return False
         if move.handle not in self.of_node.get(node, ()) or move.at + move.length > tree.length[node]:
             return False
@@ -225,7 +229,6 @@ class Moves:
         self.retired[id(retired)] = retired
         self.retired_tokens += move.length
         for session, pushes in told.items():
-            session.unapplied += move.length
             session.moved.append((session.epoch, retired, pushes))
             pool.pushes += pushes
 
@@ -247,6 +250,8 @@ class Moves:
         pool = self.pool
         tree = pool.tree
         holds = tree.holds
+        if len(pool.sequences) > SEQUENCES_MAX:
+            return None
         ends: dict[int, list[Sequence]] = {}
         pinned: dict[int, int] = {}
         for session in pool.sessions.values():
@@ -282,7 +287,7 @@ class Moves:
             and session.append == "chain"
             and session.group is None
             and pool.now - session.stepped <= FOLLOWS_FOR
-            and session.unapplied <= max(pool.usable // UNAPPLIED_SHARE, UNAPPLIED_LEAST)
+            and self.retired_tokens <= max(pool.usable // RETIRED_SHARE, RETIRED_LEAST)
         )
 
     def applied(self, session: Session, epoch: int) -> None:
@@ -290,14 +295,14 @@ class Moves:
         moved = session.moved
         while moved and moved[0][0] <= epoch:
             _, retired, _ = moved.popleft()
-            session.unapplied -= retired.length
             session.settling.append((session.submitted, retired))
-        self.settle(session)
+        if not session.life:
+            self.settle(session, session.passed())
 
-    def settle(self, session: Session) -> None:
-        """Steps have completed: old places that only those could read go free."""
-        settling, completed = session.settling, session.completed
-        while settling and settling[0][0] <= completed:
+    def settle(self, session: Session, passed: int) -> None:
+        """Steps up to `passed` have completed in all processes of the engine: what only those could read goes free."""
+        settling = session.settling
+        while settling and settling[0][0] <= passed:
             self._let_go(settling.popleft()[1])
 
     def ended(self, session: Session) -> None:
@@ -306,7 +311,6 @@ class Moves:
             for entry in waiting:
                 self._let_go(entry[1])
         session.moved, session.settling = deque(), deque()
-        session.unapplied = 0
 
     def retell(self, session: Session) -> None:
         """A session came back: what it was told and has not applied may have been lost on the way."""

@@ -126,7 +126,6 @@ class Session:
         "submitted",
         "swept",
         "swept_fenced",
-        "unapplied",
         "_serial",
     )
 
@@ -158,7 +157,6 @@ class Session:
         self.marking: Iterator[None] | None = None  # how far the sweep has come
         # What it was told of moves (moves.py): the last epoch, what it has not applied, and what steps may still read.
         self.epoch = 0
-        self.unapplied = 0  # slots of `moved`
         self.moved: deque[tuple[int, Retired, list[Moved]]] = deque()  # (epoch, old place, what was pushed)
         self.settling: deque[tuple[int, Retired]] = deque()  # (last step that may read it, old place)
         self.stepped = 0.0  # when it was last seen to submit a step

@@ -38,6 +38,7 @@ from kvslot.defrag import Planner
 from kvslot.defrag.gaps import GapPredictor
 from kvslot.defrag.mover import Mover, Piece
 from kvslot.defrag.pace import Order, Pace, Reading, Rules, pause
+from kvslot.defrag.windows import LONGEST
 
 if TYPE_CHECKING:
     from kvslot.daemon.config import Settings
@@ -87,6 +88,8 @@ TICKET_PATIENCE: Final = 0.1
 REST: Final = 8
 """Times as long as a turn took, clients have the processor, if any were served meanwhile: at the most a ninth of the
 loop's time goes into it while others use it."""
+LONG_TURN: Final = 0.001
+"""Seconds: after a longer one bells have to wait as well; many engines' pages take that long to look at."""
 LONG_RUNS: Final = 64
 """Of one class of sizes looked at one by one, where it is not exact."""
 CLOSE_SECONDS: Final = 5.0
@@ -213,10 +216,13 @@ class Compactor:
                 else:
                     await asyncio.sleep(0)
                 continue
+            took = time.perf_counter() - began
             timer = loop.call_later(delay, awake.set) if delay < math.inf else None
             await awake.wait()
             if timer is not None:
                 timer.cancel()
+            if took > LONG_TURN:
+                await asyncio.sleep(REST * took)
 
     def turn(self, now: float) -> float:
         """One slice of work; the seconds until the next one, unless poked: 0 for at once, inf for not at all."""
@@ -233,6 +239,9 @@ class Compactor:
 
     def _take_settings(self) -> None:
         settings = self.server.settings
+        before = self._settings
+        if before is not None and before.compaction != settings.compaction and self.override == "idle":
+            self.override = ""  # it was for as long as the settings said off
         mode = self.mode
         if settings is self._settings and self.pace.rules.mode == mode:
             return
@@ -258,15 +267,16 @@ class Compactor:
         pool = self.hosted.core
         runs, size = pool.runs, pool.block_size
         settings = self.server.settings
-        wanted = pool.admission.wanted_run()
+        wanted = -(-pool.admission.wanted_run() // size)
+        if wanted > LONGEST:
+            wanted = 0  # eviction serves it: moves for so much would take longer than it waits for them
         return Reading(
             usable=pool.usable,
             block_size=size,
             free=runs.total,
             in_blocks=runs.blocks_free * size,
             in_runs=slots_in_runs(runs, settings.compaction_run_blocks * size),
-            run_wanted=-(-wanted // size),
-            run_longest=0,
+            run_wanted=wanted,
             waiting=pool.admission.busy,
             scattered=len(pool.tree.scattered),
             tick=pool.tick + pool.evicted_tokens,
@@ -516,11 +526,11 @@ class Compactor:
                 left = now + seconds - time.monotonic() - MARGIN
                 if left > MARGIN:
                     device.allow(left)
-                self.state = "moving"
-                self._allowed_until = now + seconds
-                self._gap_last = now
-                self._poll = POLL_FIRST
-                return seconds
+                    self.state = "moving"
+                    self._allowed_until = now + seconds
+                    self._gap_last = now
+                    self._poll = POLL_FIRST
+                    return seconds
             delay = self._predictor.next(now)
         self.state = "waiting"
         copied = device.gated().copied_bytes
@@ -561,7 +571,9 @@ class Compactor:
             seen = page.words
             # A step is submitted a moment before its page says busy.
             busy = session.submitted != session.completed or seen[BUSY] != 0
-            predictor.seen(member.number, session.submitted, seen[BEGAN] / 1e9, seen[ENDED] / 1e9, busy)
+            # No page is trusted: what it says will be has not been yet.
+            began, ended = min(seen[BEGAN] / 1e9, now), min(seen[ENDED] / 1e9, now)
+            predictor.seen(member.number, session.submitted, began, ended, busy)
             predictor.stalled(member.number, session.stalled)
             if not session.stalled:
                 words.append(seen)
@@ -579,8 +591,8 @@ class Compactor:
         return max(wait, 0.0001)
 
     def rung(self) -> None:
-        """A bell that was asked for: a step has ended."""
-        if self._ringing:
+        """A bell that was asked for: a step has ended, and with the last one that runs a gap has begun."""
+        if self._ringing and not (self._words and self._watch()):
             self._awake.set()
 
     def _ring(self, wanted: bool) -> None:

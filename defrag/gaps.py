@@ -44,6 +44,8 @@ Floats = npt.NDArray[np.float64]
 
 SHARE: Final = 0.01
 """Of the steps that may begin while a copy runs."""
+MISSED_MOST: Final = 1 << 20
+"""Steps that a page may say were missed between two looks: what is beyond is nonsense, and not counted."""
 LEAST_S: Final = 80e-6
 """A chunk of 256 KiB takes that long at 3.3 GB/s; budgets are whole multiples of it."""
 MOST_S: Final = 0.25
@@ -375,7 +377,7 @@ class GapPredictor:
         if missed:
             one.gap = one.step = -1  # what came before this gap was not seen
             one.told = None
-            self._steps += missed
+            self._steps += min(missed, MISSED_MOST)
         self._begin(one, began, known=known)
         if not busy:
             self.ended(engine, ended)

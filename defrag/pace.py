@@ -67,7 +67,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     in_blocks: int  # of these, in whole free blocks
     in_runs: int  # ... and in runs of `run_blocks` of them
     run_wanted: int = 0  # blocks that the oldest ticket waits for as one run; 0: none does
-    run_longest: int = 0  # blocks of the longest free run
     waiting: bool = False  # somebody waits for memory
     scattered: int = 0  # nodes in three or more extents
     tick: int = 0  # rises with use of the pool: the same as before, and nothing has changed but by moves
@@ -147,7 +146,7 @@ class Pace:
             self.reason = "switched off"
             return None
         wanted = reading.run_wanted
-        ticket = wanted > reading.run_longest and now >= self._ticket_until
+        ticket = wanted > 0 and now >= self._ticket_until
         others = self._background(reading, now, look=look)
         if ticket and (others is None or self._in_a_row < TICKETS_IN_A_ROW):
             if not look:

@@ -904,7 +904,8 @@ class Client:
         """What has been moved is where it is now: for the tables, then by the page."""
         session = self._session
         session.follow()
-        self._epoch = self._words[EPOCH] = session.epoch
+        self._words[EPOCH] = session.epoch
+        self._epoch = session.epoch
 
     def _wait_for(self, ticket: int, until: float, end: float | None) -> bool:
         """Waits for a push about `ticket`, or `until`; False when `end` has come."""

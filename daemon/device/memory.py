@@ -601,8 +601,9 @@ class MemoryDevice:
                     self._lanes[oldest & 1].forgotten = oldest >> 1
             lane.queue.popleft()
             lane.ended += 1
-        if self.notify is not None:
-            self.notify()
+        notify = self.notify  # it may be taken away meanwhile
+        if notify is not None:
+            notify()
 
     def _copy(self, cut: Cut) -> None:
         group, first, beyond, source, target, length = cut
@@ -736,8 +737,9 @@ class MemoryDevice:
                     late = max(0.0, self._last - allowance.deadline)
             counts.closed(late)
             self._ran = False
-        if self.notify is not None:
-            self.notify()
+        notify = self.notify  # it may be taken away meanwhile
+        if notify is not None:
+            notify()
         return False
 
 

@@ -441,7 +441,71 @@ def test_who_does_not_follow_is_not_relied_upon() -> None:
     pool.poll(60.0)
     assert pool.moves.readers(node_of(pool)) is None, "it has not stepped for a minute"
     pool.progress(s, s.submitted + 1, s.submitted, now=60.0)
-    s.unapplied = 10_000
-    assert pool.moves.readers(node_of(pool)) is None, "it has more unapplied than it may"
-    s.unapplied = 0
+    pool.moves.retired_tokens += 10_000
+    assert pool.moves.readers(node_of(pool)) is None, "more old places are held up than may be"
+    pool.moves.retired_tokens -= 10_000
+    sound(pool)
+
+
+def test_a_worker_that_joins_keeps_old_slots() -> None:
+    """A process that joined after a move was told may still go by the old table: its steps are waited for, too."""
+    pool = make(blocks=33)
+    s = follower(pool)
+    cache(pool, s, fresh(8, 0))
+    admit(pool, s, fresh(9, 0))
+    assert pool.moves.finish(pool.moves.begin(node_of(pool)).handle)
+    worker = pool.open_session(group=s)
+    n = s.submitted + 1
+    pool.progress(worker, n, n - 1)
+    pool.progress(s, n, n)
+    pool.progress(s, n + 1, n + 1, epoch=1)
+    assert pool.statistics().moving == 8
+    pool.progress(worker, n + 1, n + 1)
+    assert pool.statistics().moving == 0
+    sound(pool)
+
+
+def test_other_tokens_in_the_same_slots_are_not_what_was_copied() -> None:
+    """A node was split, its front moved away and its rear into the front's old slots: the copy is of the front."""
+    pool = make(blocks=33)
+    s = pool.open_session()
+    cache(pool, s, fresh(12, 0))
+    node = node_of(pool)
+    move = pool.moves.begin(node, 0, 2)
+    front = pool.tree.split(node, 2)
+    assert pool.moves.finish(pool.moves.begin(front, 0, 2).handle)
+    assert pool.moves.finish(pool.moves.begin(node, 4, 2, list(move.source)).handle)
+    pool.tree.split(node, 4)
+    assert not pool.moves.finish(move.handle)
+    sound(pool)
+
+
+def test_old_slots_are_bounded_in_all() -> None:
+    """However many readers lag, and whether they apply or do not complete, old places are a share of the pool."""
+    for idle in (True, False):
+        pool = make(blocks=1025, block_size=16)
+        readers = [follower(pool) for _ in range(8)]
+        for index, s in enumerate(readers):
+            cache(pool, s, fresh(400, 1000 * index))
+            admit(pool, s, fresh(401, 1000 * index))
+        nodes = [node for node in pool.tree.live() if pool.tree.length[node]]
+        for turn in range(40):
+            if pool.moves.readers(nodes[turn % 8]) is None:
+                break
+            assert pool.moves.finish(pool.moves.begin(nodes[turn % 8]).handle)
+            for s in readers if not idle else ():
+                pool.progress(s, s.submitted + 1, s.completed, epoch=s.epoch)
+        assert 0 < pool.moves.retired_tokens <= pool.usable // 32 + 400
+        sound(pool)
+
+
+def test_targets_of_whole_blocks_are_whole_blocks() -> None:
+    """Where only whole blocks are held, a target that is none is refused."""
+    pool = make(blocks=9, block_size=4, opaque=True)
+    s = pool.open_session()
+    cache(pool, s, fresh(4, 0))
+    run = next(iter(pool.runs.length_at))
+    for target in ([run, 1, run + 1, 3], [run + 1, 4], [run, 2, run + 2, 2]):
+        with pytest.raises(OutOfTurn):
+            pool.moves.begin(node_of(pool), 0, 4, target)
     sound(pool)

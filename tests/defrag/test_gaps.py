@@ -224,6 +224,16 @@ def test_any_share_goes(share: float) -> None:
     assert predictor.statistics().steps > 390
 
 
+def test_a_page_that_lies_about_its_steps_is_not_counted() -> None:
+    """A page may say that it has submitted 2^64 - 1 steps: what is told of steps stays a number that can be told."""
+    predictor = GapPredictor()
+    for engine in range(4):
+        predictor.seen(engine, 1, 1.0, 1.1, False)
+        predictor.seen(engine, (1 << 64) - 1, 2.0, 2.1, False)
+        predictor.seen(engine, (1 << 64) - 1, 2.0, 2.1, True)
+    assert predictor.statistics().steps < 1 << 32
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     """The share is told apart from a percentage by its range."""

@@ -127,18 +127,18 @@ def test_a_pass_that_moves_much_and_brings_nothing_is_broken_off() -> None:
 def test_tickets_come_first_and_starve_nobody() -> None:
     """A run that is waited for has the next plans, and every few of them one is for the pool."""
     pace = Pace(Rules())
-    reading = seen(blocks=0.3, run_wanted=8, run_longest=5)
+    reading = seen(blocks=0.3, run_wanted=8)
     kinds = [given(pace.order(reading, 0.0)).ticket for _ in range(2 * TICKETS_IN_A_ROW + 2)]
     assert kinds == [*[True] * TICKETS_IN_A_ROW, False] * 2
-    settled = seen(run_wanted=8, run_longest=5)
+    settled = seen(run_wanted=8)
     assert all(given(pace.order(settled, 1.0)).ticket for _ in range(3 * TICKETS_IN_A_ROW))
-    assert pace.order(seen(run_wanted=8, run_longest=8), 1.0) is None
+    assert pace.order(seen(), 1.0) is None
 
 
 def test_a_ticket_that_moves_cannot_help_is_asked_about_less_and_less() -> None:
     """A plan for a ticket that is empty is not asked for again at once."""
     pace = Pace(Rules())
-    reading = seen(run_wanted=8, run_longest=5)
+    reading = seen(run_wanted=8)
     now = 0.0
     rests = []
     for _ in range(4):
