@@ -68,6 +68,14 @@ def test_what_a_load_drop_leaves_behind_is_packed(block_size: int, longest: int)
     sound(maker.pool)
 
 
+def test_large_blocks_are_filled_up_with_parts_of_a_few_tokens() -> None:
+    """Pieces in large blocks may be cut to fill short holes up too, and leave blocks that are 96 % full."""
+    maker = Maker(4000 * 501 // 2 // 528, 528).fill(lambda r: r.randint(1, 500), random.Random(1), 0.5)
+    rest(maker.pool)
+    assert packing(maker.pool) >= 0.96
+    sound(maker.pool)
+
+
 @pytest.mark.parametrize("lengths", [short, long, mixed])
 @pytest.mark.parametrize("leased", [0.0, 0.2])
 def test_free_memory_becomes_runs(lengths: Lengths, leased: float) -> None:
