@@ -509,3 +509,17 @@ def test_targets_of_whole_blocks_are_whole_blocks() -> None:
         with pytest.raises(OutOfTurn):
             pool.moves.begin(node_of(pool), 0, 4, target)
     sound(pool)
+
+
+def test_what_stands_elsewhere_by_now_is_not_published() -> None:
+    """Whoever changes where a node's tokens stand while they are copied: the copy is not of them any more."""
+    pool = make(blocks=9)
+    s = pool.open_session()
+    cache(pool, s, fresh(6, 0))
+    node = node_of(pool)
+    slot, length = pool.tree.extents(node)
+    move = pool.moves.begin(node, 0, 2)
+    pool.tree.set_extents(node, [slot + 2, length - 2, slot, 2])
+    assert not pool.moves.finish(move.handle)
+    assert pool.moves.abandoned_freed == 1
+    sound(pool)
