@@ -6,11 +6,12 @@ beforehand from how many blocks there are of each fill:
     blocks   |.|.|.|:|:|||||||        by fill; `level` is the one up to which what is used fits the free slots above it
              sources ^ targets
 
-so nothing is moved into a block that is emptied next.  Every move goes to a block that is at least as full, so the sum
-of the squares of all fills only rises and there is no way back.  A block is emptied altogether or not at all: all of it
-must be cached and movable or free.  Of an extent that reaches over the block's edge only the part inside goes, as long
-as the node stays in few extents (`extents_most`).  Pieces take the hole that fits exactly, else best; one that is long
-enough may be cut once and fill a hole up.
+so nothing is moved into a block that is emptied next.  A block that costs more than it holds, since an extent goes from
+it as a whole, has its turn among those that hold as much.  Every move goes to a block that is at least as full, so the
+sum of the squares of all fills only rises and there is no way back.  A block is emptied altogether or not at all: all
+of it must be cached and movable or free.  Of an extent that reaches over the block's edge only the part inside goes, as
+long as the node stays in few extents (`extents_most`).  Pieces take the hole that fits exactly, else best; one that is
+long enough may be cut once and fill a hole up.
 
     cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots
     cost <= gain * (COST_MOST where much of the blocks in use is free, COST_LEAST where they are nearly full)
@@ -64,6 +65,7 @@ JOIN_BACK_OFF = 300.0  # seconds in which a node is not gathered a second time
 JOINED_MOST = 4096  # nodes remembered for that, or as seen in pieces
 SHORT_SHIFT = 4  # with less than 1/16 of the pool free, eviction goes on, and ...
 VICTIMS = 32  # ... so many of the next victims are not moved
+LATER = -2
 STUCK = 1 << 14  # plans without a move after which `rest` gives up
 
 
@@ -107,6 +109,7 @@ class Planner:
         self._blocks_free = pool.runs.blocks_free  # when this pass began
         self._doomed: set[int] = set()
         self._cost_most = 0.0  # of a block, in this plan
+        self._last = 0  # the ring up to which blocks are emptied by this plan
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
 
@@ -182,7 +185,7 @@ class Planner:
         waste = (runs.total - runs.blocks_free * size) / in_use
         share = min(1.0, max(0.0, (waste - DENSE) / (LOOSE - DENSE)))
         self._cost_most = (COST_LEAST + share * (COST_MOST - COST_LEAST)) * size
-        most = min(self._level(), int(self._cost_most * index.levels / size))
+        self._last = most = min(self._level(), int(self._cost_most * index.levels / size))
         self._work = WORK
         # What is evicted next anyway is not worth a copy.
         short = self.pool.runs.total << SHORT_SHIFT < self.pool.usable
@@ -191,6 +194,11 @@ class Planner:
             block = fills.first((sources & -sources).bit_length() - 1)
             before = self._work
             gain = self._empty(block, budget - plan.cost, plan, now)
+            if gain == LATER:
+                if self._work > 0:
+                    continue
+                plan.settled = False
+                break
             if gain < 0 or index.starved or (not gain and self._work <= 0 and before < WORK):
                 plan.settled = False  # too much for this plan
                 break
@@ -218,7 +226,10 @@ class Planner:
         return plan
 
     def _empty(self, block: int, budget: int, plan: Plan, now: float) -> int:
-        """Plans to empty a block; returns the slots gained, 0 where that cannot be, -1 where it costs too much now."""
+        """Plans to empty a block; returns the slots gained, 0 where that cannot be, -1 where it costs too much now.
+
+        LATER where it costs more than was to be seen from its fill: it has been filed among those that hold as much.
+        """
         index = self.index
         size = index.size
         low = block * size
@@ -238,6 +249,10 @@ class Planner:
             cost += piece.length + EXTENT_COST * piece.cuts
         if cost > self._cost_most:
             return 0
+        dear = min(cost * index.levels // size, self._last)
+        if dear > index.fills.ring_of(block):
+            index.fills.put(block, dear)
+            return LATER
         used = index.used[block]
         if index.gaps(block)[1] + used != size:
             return 0

@@ -354,6 +354,21 @@ def test_what_cannot_go_stays_and_so_does_what_stands_beside_it(purpose: Purpose
         assert before == places(pool)
 
 
+def test_the_cheapest_block_is_taken_first_not_the_emptiest() -> None:
+    """A block with one token in it, of an extent that must go as a whole, comes after those of four tokens."""
+    maker = Maker(60)
+    maker.at(64, 5)
+    dear = maker.at(69, 12, 240, 3)  # 11 of them stand in the block before
+    for first, n in ((243, 13), (160, 4), (320, 4), (336, 12), (352, 12), (368, 13)):
+        maker.at(first, n)
+    planner = planner_of(maker.pool)
+    plan = ask(planner, Purpose.FREE_BLOCKS, 1)
+    assert (plan.cost, plan.gain) == (4, 16)
+    assert all(move.node != dear for move in plan.moves)
+    assert carry_out(maker.pool, plan) == 0
+    sound(maker.pool)
+
+
 def test_a_settled_pool_gets_an_empty_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """At rest nothing is planned any more, nor looked at: not one block is asked who lives in it."""
     maker = Maker(1000).fill(short, random.Random(8), 0.5)
