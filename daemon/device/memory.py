@@ -241,8 +241,11 @@ class MemoryDevice:
         self._planes = list(_planes(memory, geometry))
         self._parts = groups(geometry)
         self._sources = list(_rows(memory, geometry, self._parts))
-        self._targets: list[Bytes] = []  # made with the thread
-        self._alias: mmap.mmap | None = None
+        # The mapping that targets are written through.  Made now, so that the first copy adds no descriptor.
+        self._alias = mmap.mmap(self._descriptor, size)
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+            self._alias.madvise(advice)
+        self._targets = list(_rows(np.frombuffer(self._alias, np.uint8), geometry, self._parts))
         self.chunk_bytes = chunk_bytes
         self._gate: _Gate | None = None
         self._counts = _Counts()
@@ -305,7 +308,6 @@ class MemoryDevice:
             self._batches += 1
             self._pieces += len(pieces)
             if self._thread is None:
-                self._map_again()
                 self._thread = threading.Thread(target=self._run, name="kvslot-device", daemon=True)
                 self._thread.start()
             self._work.notify()
@@ -423,8 +425,7 @@ class MemoryDevice:
         self._targets = []
         os.close(self._descriptor)
         try:
-            if self._alias is not None:
-                self._alias.close()
+            self._alias.close()
             self._map.close()
         except BufferError:
             raise DeviceFault(
@@ -539,13 +540,6 @@ class MemoryDevice:
             _apart(writes + ours + others, [], "copy into slots that a pending copy writes")
         if others:
             _apart(others, reads, "copy from slots that a pending copy of another stream writes")
-
-    def _map_again(self) -> None:
-        """The mapping that targets are written through."""
-        alias = self._alias = mmap.mmap(self._descriptor, self._geometry.total_bytes)
-        for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
-            alias.madvise(advice)
-        self._targets = list(_rows(np.frombuffer(alias, np.uint8), self._geometry, self._parts))
 
     # -- inside, on the device thread --------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def test_close_under_a_view() -> None:
     view.release()
     del view, device
     gc.collect()
-    assert open_descriptors() == before - 2, "the memfd, and the mapping's copy of it"
+    assert open_descriptors() == before - 3, "the memfd, and both mappings' copies of it"
 
 
 def test_a_device_without_copies_has_no_thread() -> None:
