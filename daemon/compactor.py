@@ -31,7 +31,7 @@ import structlog
 from kvslot.allocator.moves import Move
 from kvslot.allocator.runs import EXACT, FreeRuns
 from kvslot.api.wire import messages
-from kvslot.api.wire.page import BEGAN, BUSY, ENDED
+from kvslot.api.wire.page import BEGAN, COMPLETED, ENDED, SUBMITTED
 from kvslot.daemon.device import Completion, Event
 from kvslot.daemon.logs import sparing
 from kvslot.defrag import Planner
@@ -88,6 +88,8 @@ TICKET_PATIENCE: Final = 0.1
 REST: Final = 8
 """Times as long as a turn took, clients have the processor, if any were served meanwhile: at the most a ninth of the
 loop's time goes into it while others use it."""
+AHEAD: Final = 1.0
+"""Seconds beyond now from which the times of a page are nonsense."""
 LONG_TURN: Final = 0.001
 """Seconds: after a longer one bells have to wait as well; many engines' pages take that long to look at."""
 LONG_RUNS: Final = 64
@@ -567,11 +569,13 @@ class Compactor:
             self.server.sync(member, now)
             if not session.submitted or session.life:
                 continue
-            here.add(member.number)
             seen = page.words
-            # A step is submitted a moment before its page says busy.
-            busy = session.submitted != session.completed or seen[BUSY] != 0
-            # No page is trusted: what it says will be has not been yet.
+            if max(seen[BEGAN], seen[ENDED]) / 1e9 > now + AHEAD:
+                continue  # nothing is learnt from it, and nobody waits for it
+            here.add(member.number)
+            # By the counts alone, of which a lie is a fault or a stall: a page that only says busy is not believed.
+            busy = session.submitted != session.completed
+            # A step that began between `now` and here is not of the future; a page that says more is not believed.
             began, ended = min(seen[BEGAN] / 1e9, now), min(seen[ENDED] / 1e9, now)
             predictor.seen(member.number, session.submitted, began, ended, busy)
             predictor.stalled(member.number, session.stalled)
@@ -620,7 +624,7 @@ class Compactor:
             return False
         try:
             for words in self._words:
-                if words[BUSY]:
+                if words[SUBMITTED] != words[COMPLETED]:
                     return True
         except ValueError:
             return True  # a session has just ended, and its page is gone
@@ -629,7 +633,8 @@ class Compactor:
     def _began(self) -> float:
         # On the device thread, after `_watch` said yes.
         try:
-            return max((words[BEGAN] for words in self._words if words[BUSY]), default=0) / 1e9
+            running = (words[BEGAN] for words in self._words if words[SUBMITTED] != words[COMPLETED])
+            return max(running, default=0) / 1e9
         except ValueError:
             return 0.0
 

@@ -178,7 +178,8 @@ class Member:
         if completed == session.completed and submitted == session.submitted and not session.moved:
             return False
         before = session.completed
-        changed = completed != before or submitted != session.submitted
+        # What is submitted while nothing completes is no sign of life.
+        changed = completed != before or session.submitted == before
         try:
             self.hosted.core.progress(session, submitted, completed, epoch=epoch, now=now)
         except CoreBadRequest as refused:

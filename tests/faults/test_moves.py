@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvslot.api.wire import messages
+from kvslot.api.wire.page import BEGAN, BUSY, COMPLETED, ENDED, SUBMITTED
 
 from ..tools.daemon import Running, running
 from ..tools.painting import Painter, scatter, until_rest
@@ -126,6 +127,38 @@ def test_moves_are_told_again_to_an_engine_that_lost_its_connection(quiet: Runni
         painter.sound()
         again.bye()
         again.close()
+
+
+@pytest.mark.parametrize("lie", ["busy", "future", "stuck"])
+def test_a_page_full_of_nonsense_costs_nobody_else(quiet: Running, lie: str) -> None:
+    """A session that says it is busy, or began next year, or submits and never completes: others' gaps are used."""
+    with Painter(quiet.socket) as painter:
+        scatter(painter)
+        liar = follower(quiet)
+        page = liar.page
+        assert page is not None
+        words = page.words
+        if lie == "busy":
+            words[BUSY] = 1
+        elif lie == "future":
+            words[BEGAN] = words[ENDED] = 1 << 62
+        before = painter.defrag().published
+        painter.call(messages.SetConfig, "stall_seconds", "0.5")
+        painter.call(messages.SetConfig, "compaction", "idle")
+        painter.defrag("start")
+
+        def moved() -> bool:
+            if lie == "stuck":
+                words[SUBMITTED] += 1
+            return painter.defrag().published > before
+
+        until(moved, 10, "gaps are used")
+        painter.call(messages.SetConfig, "compaction", "off")
+        painter.call(messages.SetConfig, "stall_seconds", "30")
+        painter.sound()
+        words[COMPLETED] = words[SUBMITTED]
+        liar.bye()
+        liar.close()
 
 
 def test_S55_switched_off_and_on_in_the_midst_of_moves(quiet: Running) -> None:
