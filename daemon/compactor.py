@@ -577,6 +577,8 @@ class Compactor:
             busy = session.submitted != session.completed
             # A step that began between `now` and here is not of the future; a page that says more is not believed.
             began, ended = min(seen[BEGAN] / 1e9, now), min(seen[ENDED] / 1e9, now)
+            if ended < began and not busy:
+                ended = now  # it has completed a moment ago, and the time of that is not on the page yet
             predictor.seen(member.number, session.submitted, began, ended, busy)
             predictor.stalled(member.number, session.stalled)
             if not session.stalled:

@@ -16,7 +16,8 @@ The order of the client's stores is part of the protocol.
 
     a step begins    epoch, began, submitted, busy = 1     who reads epoch before submitted knows of every step that
                                                            may still go by what was there before
-    a step ends      completed, ended, busy = 0, bell      who sees busy fall finds the time of it
+    a step ends      completed, ended, busy = 0, bell      who sees busy fall finds the time of it; the daemon
+                                                           goes by submitted and completed, which it can check
 """
 
 from __future__ import annotations

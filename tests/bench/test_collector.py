@@ -25,7 +25,7 @@ def test_nothing_is_collected_while_serving(clock: list[int]) -> None:
     with collector:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
-        junk = [[] for _ in range(20_000)]  # type: ignore[var-annotated]
+        junk: list[list[int]] = [[] for _ in range(20_000)]
         del junk
         assert collector.statistics().young == 0
     assert gc.isenabled() == was
