@@ -59,7 +59,7 @@ def test_once_gathers_what_is_scattered_and_every_byte_is_right(quiet: Running) 
 
 def test_it_begins_by_itself_and_ends_by_itself() -> None:
     """Above the threshold it begins within moments, comes to rest, and then asks nothing of anybody."""
-    with running(pools=[SMALL], **AT_ONCE) as daemon, Painter(daemon.socket) as painter:
+    with running(pools=[SMALL], compaction="idle", **AT_ONCE) as daemon, Painter(daemon.socket) as painter:
         kept = scatter(painter)
         wait(lambda: painter.defrag().published > 0)
         wait(lambda: painter.defrag().state in ("settled", "backed off"))
@@ -74,7 +74,7 @@ def test_it_begins_by_itself_and_ends_by_itself() -> None:
 
 def test_it_is_switched_off_and_on_while_running() -> None:
     """`stop` and the setting end it, `start` and the setting begin it; nothing of it is left meanwhile."""
-    with running(pools=[SMALL], **AT_ONCE) as daemon, Painter(daemon.socket) as painter:
+    with running(pools=[SMALL], compaction="idle", **AT_ONCE) as daemon, Painter(daemon.socket) as painter:
         assert painter.defrag("stop").mode == "off"
         scatter(painter)
         time.sleep(1.1)
@@ -180,7 +180,9 @@ def test_copies_wait_for_a_gap() -> None:
 def test_a_run_is_made_by_moves_before_anything_is_evicted_for_it() -> None:
     """A request for one long run is served though free memory is scattered, and the cache is still there."""
     with (
-        running(pools=[{**SMALL, "watermark": 0.0}], compaction_start=1.0, **AT_ONCE) as daemon,
+        running(
+            pools=[{**SMALL, "watermark": 0.0}], compaction="idle", compaction_start=1.0, **AT_ONCE
+        ) as daemon,
         Painter(daemon.socket) as painter,
     ):
         kept = scatter(painter)

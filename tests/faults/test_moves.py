@@ -233,7 +233,10 @@ def test_copies_that_fail_leave_their_data_where_it_was() -> None:
 
 def test_S47_moves_end_when_the_load_has() -> None:
     """However it churned before, once nobody uses the pool no more is moved than it has pieces, and then nothing."""
-    with running(pools=[SMALL], compaction_duty=1.0) as daemon, Painter(daemon.socket) as painter:
+    with (
+        running(pools=[SMALL], compaction="idle", compaction_duty=1.0) as daemon,
+        Painter(daemon.socket) as painter,
+    ):
         kept = scatter(painter)
         draw = random.Random(3)
         for number in range(300):
