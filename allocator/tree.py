@@ -147,7 +147,8 @@ class PrefixTree:
         self.nodes = 0  # live nodes, roots included
         self.tokens = 0  # tokens of live nodes
         self.evictable = 0
-        # Where somebody listens, nodes whose slots have changed or that have gone, in order, with repetitions.
+        # Where somebody listens, nodes whose slots have changed or that have gone, in order, with repetitions; negative
+        # where they were only cut at the end.
         self.log: list[int] | None = None
 
     # -- nodes -------------------------------------------------------------------------------------------------
@@ -611,6 +612,8 @@ class PrefixTree:
         self.evictable -= tokens
         front, back = split_extents(pieces, length)
         self.set_extents(node, front)
+        if self.log is not None:
+            self.log[-1] = -node
         return back
 
     def _link(self, parent: int, first: bytes, node: int) -> None:

@@ -35,6 +35,7 @@ GROUP = 32  # blocks of a group: groups are told to be looked at again as a whol
 READ = 500  # sequences that are looked at in a plan, about, to know who reads the nodes that are held
 BELIEVED = 1.0  # seconds for which it is believed that a held node may be moved or may not
 ANSWERS_MOST = 4096
+TAKEN = 256  # changes of the pool that are taken over at a time
 WARMED = 1 << 19  # bytes that are touched for the first time in one call
 LEVELS = 64  # of fill; a block of fewer slots has one for each
 EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
@@ -126,7 +127,9 @@ class Index:
         "_first_view",
         "_followed",
         "_is_dirty",
+        "_keep",
         "_log",
+        "_node_count",
         "_node_entry",
         "_origin",
         "_parked_free",
@@ -170,7 +173,8 @@ class Index:
         self._until = np.zeros(blocks, np.float32)
         self._origin: float | None = None
         # Entries, from 1 on: an extent of a node.  `next` goes on in the list of the block it begins in, `tail` in that
-        # of the block it ends in if that is another, `more` to the next extent of the node.
+        # of the block it ends in if that is another, `more` to the extent of the node before it: nodes grow and are cut
+        # at their ends.
         self.entry_node = array("i", [0])
         self.entry_slot = array("i", [0])
         self.entry_length = array("i", [0])
@@ -178,7 +182,8 @@ class Index:
         self.entry_tail = array("i", [0])
         self.entry_more = array("i", [0])
         self._entries_free = 0
-        self._node_entry = zeros(len(pool.tree.keys) + 1024)  # the first of a node's entries
+        self._node_entry = zeros(len(pool.tree.keys) + 1024)  # the last of a node's entries
+        self._node_count = zeros(len(pool.tree.keys) + 1024)  # ... and how many there are
         self._dirty: list[int] = []
         self._is_dirty = np.zeros(blocks, np.uint8).data
         self.groups_changed: list[int] = []
@@ -197,6 +202,7 @@ class Index:
         self._answers: dict[int, bool] = {}
         self._asked_at = 0.0
         self._log: list[int] = []
+        self._keep = -1  # of the node at `_at` so many extents stay known, where it has left in part; -1: it has not
         # Nodes that have left where they were, and are to be entered where they are.
         self._coming: list[int] = []
         self._at = 0
@@ -206,7 +212,7 @@ class Index:
         flats += [flat for each in rings for flat in (each.before, each.after, each._ring)]
         # What is still to be touched for the first time: bytes of the members' part of the flat arrays.
         self._cold = [(np.frombuffer(flat, np.uint8)[: blocks * flat.itemsize], 0) for flat in flats]
-        self._cold.append((np.frombuffer(self._node_entry, np.uint8), 0))
+        self._cold += [(np.frombuffer(each, np.uint8), 0) for each in (self._node_entry, self._node_count)]
         pool.tree.log = []
         self._build: Iterator[int] | None = pool.tree.live()
 
@@ -232,24 +238,25 @@ class Index:
             if self._at == len(self._log):
                 if not tree.log:
                     break
-                self._log, tree.log, self._at = tree.log, [], 0
+                # A node that was cut again and again is looked at once.
+                self._log, self._at = list(dict.fromkeys(tree.log[:TAKEN])), 0
+                del tree.log[:TAKEN]
             log, at = self._log, self._at
             while at < len(log) and budget > 0:
-                budget -= self._leave(log[at])
-                at += 1
+                budget -= self._leave(log[at], budget)
+                if self._keep < 0:
+                    at += 1
             self._at = at
-            if at == len(log):
-                self._log, self._at = [], 0
-        if self._log or tree.log:
+        if self._at < len(self._log) or tree.log:
             return True
         coming = self._coming
         while coming and budget > 0:
-            budget -= self._enter(coming.pop())
+            budget -= self._enter(coming.pop(), budget)
         if self._build is not None:
             if budget <= 0:
                 return True
             for node in self._build:
-                budget -= self._enter(node)
+                budget -= self._enter(node, budget)
                 if budget <= 0:
                     return True
             self._build = None
@@ -272,55 +279,95 @@ class Index:
         """Listens no longer."""
         self.pool.tree.log = None
 
-    def _grow(self, nodes: int) -> memoryview[int]:
-        """Room for that many nodes and as many again."""
-        old, self._node_entry = self._node_entry, zeros(2 * nodes)
-        self._node_entry[: len(old)] = old
-        return self._node_entry
+    @property
+    def heard(self) -> bool:
+        """Whether everything that has changed so far is at least no longer believed to be where it was."""
+        return self._at == len(self._log) and not self.pool.tree.log
 
-    def _leave(self, node: int) -> int:
-        """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost."""
+    def _grow(self, nodes: int) -> None:
+        """Room for that many nodes and as many again."""
+        for name in ("_node_entry", "_node_count"):
+            old, new = getattr(self, name), zeros(2 * nodes)
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+    def _leave(self, node: int, budget: int) -> int:
+        """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost.
+
+        Negative: they were cut at the end, and are otherwise what they were.  What costs more than `budget` is left
+        half done, `_keep` says how far: the same is to be asked again before anything else.
+        """
         tree = self.pool.tree
-        heads = self._node_entry
-        if node >= len(heads):
-            heads = self._grow(len(tree.keys))
-        extents = tree.extents(node) if tree.parent[node] and tree.length[node] else []
-        more, slots, lengths = self.entry_more, self.entry_slot, self.entry_length
-        entry = heads[node]
-        i = 0
-        while entry and i < len(extents) and slots[entry] == extents[i] and lengths[entry] == extents[i + 1]:
-            entry = more[entry]
-            i += 2
-        cost = 1 + (i >> 4)
-        if not entry and i == len(extents):
-            return cost
-        entry = heads[node]
-        while entry:
+        cut = node < 0
+        if cut:
+            node = -node
+        if node >= len(self._node_entry):
+            self._grow(len(tree.keys))
+        heads, counts, more = self._node_entry, self._node_count, self.entry_more
+        entry, count = heads[node], counts[node]
+        cost = 0
+        keep = self._keep
+        if keep < 0:
+            extents = self._extents(node)
+            n = len(extents) >> 1
+            keep = min(n, count)
+            slots, lengths = self.entry_slot, self.entry_length
+            each, i, last = entry, 2 * count, 2 * keep
+            least = max(0, last - 2) if cut else 0
+            while i > least:
+                i -= 2
+                if i < last and (slots[each] != extents[i] or lengths[each] != extents[i + 1]):
+                    keep = i >> 1
+                each = more[each]
+            cost = 1 + ((2 * count - least) >> 5)
+            if keep < n:
+                self._coming.append(node)
+        while count > keep:
+            if cost >= budget:
+                self._keep = keep
+                break
             self._remove(entry)
             cost += 1
-            after = more[entry]
+            count -= 1
+            before = more[entry]
             more[entry] = self._entries_free
             self._entries_free = entry
-            entry = after
-        heads[node] = 0
-        if extents:
-            self._coming.append(node)
+            entry = before
+        else:
+            self._keep = -1
+        heads[node] = entry
+        counts[node] = count
         return cost
 
-    def _enter(self, node: int) -> int:
-        """A node is known where it is now, if it is known nowhere.  Returns what that cost."""
+    def _enter(self, node: int, budget: int) -> int:
+        """A node is known where it is now, of which the front may be known already.  Returns what that cost.
+
+        What costs more than `budget` is to come once more.
+        """
         tree = self.pool.tree
-        heads = self._node_entry
-        if node >= len(heads):
-            heads = self._grow(len(tree.keys))
-        if heads[node] or not tree.parent[node] or not tree.length[node]:
+        if node >= len(self._node_entry):
+            self._grow(len(tree.keys))
+        extents = self._extents(node)
+        counts = self._node_count
+        known = counts[node]
+        count = min(len(extents) >> 1, known + max(budget, 1))
+        if count <= known:
             return 1
-        extents = tree.extents(node)
-        entry = 0
-        for i in range(len(extents) - 2, -1, -2):
+        entry = self._node_entry[node]
+        for i in range(2 * known, 2 * count, 2):
             entry = self._insert(node, extents[i], extents[i + 1], entry)
-        heads[node] = entry
-        return len(extents) >> 1
+        self._node_entry[node] = entry
+        counts[node] = count
+        if 2 * count < len(extents):
+            self._coming.append(node)
+        return count - known
+
+    def _extents(self, node: int) -> list[int]:
+        """Where a node is now, to be read only; nowhere if there is none."""
+        tree = self.pool.tree
+        if not tree.parent[node] or not tree.length[node]:
+            return []
+        return tree.scattered[node] if tree.slot[node] < 0 else tree.extents(node)
 
     def _insert(self, node: int, slot: int, length: int, more: int) -> int:
         entry = self._entries_free

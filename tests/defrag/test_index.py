@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvslot.allocator import Admitted, Pool, Space
+from kvslot.allocator.slots import CACHED
 from kvslot.defrag import Purpose, rest
 from kvslot.defrag.index import HOLE_CLASSES, Index, Rings, check, hole_class
 from kvslot.defrag.planner import Planner
@@ -116,6 +117,62 @@ def test_the_log_is_taken_in_as_it_stands_at_the_end() -> None:
                 maker.add(rng.randint(1, 100))
         index.feed(rng.randint(1, 6))
     fed(index)
+    assert check(index) == []
+
+
+@pytest.mark.parametrize("budget", [1, 7, 1 << 16])
+def test_long_nodes_are_taken_in_by_parts(budget: int) -> None:
+    """Nodes of many extents that grow, are cut, moved, split and evicted in the midst of being taken in are right."""
+    rng = random.Random(budget)
+    maker = Maker(600)
+    pool, tree = maker.pool, maker.pool.tree
+    index = Index(pool)
+    for round_ in range(60):
+        while len(maker.nodes) < 6:
+            # Singles beside each other, in an order in which no two of them are one extent.
+            single = [maker.pool.runs.take(1)[0] for _ in range(rng.randint(40, 200))]
+            rng.shuffle(single)
+            for slot in single:
+                pool.runs.give(slot, 1)
+            maker.at(*(value for slot in single for value in (slot, 1)))
+        node = rng.choice(maker.nodes)
+        act = rng.random()
+        if act < 0.3:
+            maker.remove(node)
+        elif tree.length[node] > 2:
+            n = rng.randint(1, tree.length[node] - 1)
+            for _ in range(rng.randint(1, 3)):
+                if tree.length[node] > 1:
+                    back = tree.trim_tail(node, min(n, tree.length[node] - 1))
+                    pool._release(back, sum(back[1::2]), CACHED)
+            if act > 0.7 and pool.runs.total:
+                pool.finish_move(pool.begin_move(node, rng.randrange(tree.length[node]), 1).handle)
+        for _ in range(rng.randint(0, 30)):
+            index.feed(budget)
+        if not round_ % 5:
+            while index.feed(budget):
+                assert index._keep < 0 or not index.heard
+            assert check(index) == []
+            sound(pool)
+    index.close()
+
+
+def test_what_one_feed_takes_is_bounded_for_the_longest_node() -> None:
+    """A node of thousands of extents is entered and left in as many parts as it takes."""
+    maker = Maker(1000)
+    slots = list(range(maker.pool.padding, 8000, 2))
+    node = maker.at(*(value for slot in slots for value in (slot, 1)))
+    index = Index(maker.pool)
+    known = [0]
+    while index.feed(16):
+        known.append(index._node_count[node])
+        assert known[-1] - known[-2] <= 16
+    assert known[-1] == len(slots)
+    maker.remove(node)
+    while index.feed(16):
+        known.append(index._node_count[node])
+        assert known[-2] - known[-1] <= 16
+    assert index._node_count[node] == 0
     assert check(index) == []
 
 
