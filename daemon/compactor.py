@@ -1,7 +1,8 @@
 """Compaction of one pool while it serves: a task that plans, moves in gaps between engines' steps, and publishes.
 
     nothing to gain                                 asleep: no timer, no look at a page; `upkeep` asks once a second
-    something to gain   pace.py  which purpose      the planner begins to listen to the pool, and is fed in slices
+    something to gain   pace.py  which purpose      the planner begins to listen to the pool, and is fed in slices; where
+                                                    clients change it faster than that, it is let be for a while
                         planner  which moves
                         mover.py begins them        copies wait in the device's low lane, behind its gate
                         gaps.py  when               the gate opens for as long as no step is expected;
@@ -37,7 +38,7 @@ from kvslot.daemon.logs import sparing
 from kvslot.defrag import Planner
 from kvslot.defrag.gaps import GapPredictor
 from kvslot.defrag.mover import Mover, Piece
-from kvslot.defrag.pace import Order, Pace, Reading, Rules, pause
+from kvslot.defrag.pace import Following, Order, Pace, Reading, Rules, pause
 from kvslot.defrag.windows import LONGEST
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class Compactor:
         self._gated = False
         self._flying: deque[int] = deque()
         self._planner: Planner | None = None
+        self._following = Following()
         self._predictor: GapPredictor | None = None
         self._known: set[int] = set()  # sessions that the predictor has heard of
         self._words: tuple[memoryview[int], ...] = ()
@@ -169,7 +171,7 @@ class Compactor:
         """Once a second: whether there is anything to gain, at the price of a few sums."""
         if self._planner is not None or self._flying or self.pace.once:
             self._awake.set()
-        elif self.mode != "off":
+        elif self.mode != "off" and now >= self._following.until:
             self._take_settings()
             if self.pace.worth(self.reading(), now):
                 self._awake.set()
@@ -183,6 +185,7 @@ class Compactor:
         """Goes by the settings again, or in gaps where those say off."""
         self.override = "idle" if self.server.settings.compaction == "off" else ""
         self.pace.reset()
+        self._following = Following()
         self._awake.set()
 
     def stop(self) -> None:
@@ -287,8 +290,12 @@ class Compactor:
     def _begin_plan(self, now: float) -> float:
         """There is nothing under way: what comes next, if anything."""
         pace = self.pace
+        if self._planner is None and now < self._following.until and not pace.once:
+            if self.hosted.core.admission.wanted_run():
+                self._let_evict(now)
+            return math.inf  # `upkeep` looks once a second
         if self._feed():
-            return 0.0
+            return 0.0 if self._keeps_up(now) else math.inf
         if self._sought is not None and now < self._sought_until and not (pace.once or self._busy):
             delay = self._seek(now)
             if delay:
@@ -301,6 +308,7 @@ class Compactor:
         self._idle_since = now
         if self._planner is None:
             self._planner = Planner(self.hosted.core)
+            self._following.begin(now)
             self.state = "planning"
             return 0.0
         if not pace.at_duty(reading, now, self._gap_last):
@@ -317,6 +325,7 @@ class Compactor:
         budget = self._budget
         plan = self._planner.plan(budget, order.purpose, now, blocks=order.blocks)
         took = time.perf_counter() - began
+        self._following.planned()
         if took > PLAN_SECONDS:
             self._budget = max(self._budget_least, self._budget // 2)
         elif took < PLAN_SECONDS / 2:
@@ -368,6 +377,28 @@ class Compactor:
         # The plan has a turn of its own, where this one has been used up.
         return time.perf_counter() - began > PLAN_SECONDS / 4
 
+    def _keeps_up(self, now: float) -> bool:
+        """Whether the planner is told of changes at least as fast as they come; where not, it is closed for a while."""
+        planner, following = self._planner, self._following
+        if planner is None or self.pace.once:
+            return True
+        if following.fed(planner.index.behind, planner.index.complete, now):
+            return True
+        self._close_planner()
+        self._shut()
+        away = following.until - now
+        self.state = "backed off"
+        self.pace.reason = f"the pool changes faster than it can be followed: looking again in {away:.0f} s"
+        sparing(log, "compaction_overtaken", LINES, pool=self.hosted.name, seconds=away)
+        if self.hosted.core.admission.wanted_run():
+            self._let_evict(now)
+        return False
+
+    def _close_planner(self) -> None:
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
+
     def _seek(self, now: float) -> float:
         """Seconds to wait until a plan can be carried out, 0 for now: until then engines go on changing the pool."""
         self.state = "waiting"
@@ -408,8 +439,7 @@ class Compactor:
         self.state = "backed off" if pace.wake(now) < math.inf else "settled"
         self._shut()
         if self._planner is not None and now - self._idle_since > KEEP:
-            self._planner.close()
-            self._planner = None
+            self._close_planner()
             self._words = ()  # what is known of gaps is kept: it takes some hundred steps to learn
         delay = pace.wake(now)
         return delay if delay < 1.0 else math.inf  # `upkeep` looks once a second
@@ -485,9 +515,7 @@ class Compactor:
             self.pace.reason = "switched off"
             self._order = None
             self._shut()
-            if self._planner is not None:
-                self._planner.close()
-                self._planner = None
+            self._close_planner()
             self._forget_gaps()
             log.info("compaction_off", pool=self.hosted.name)
         return math.inf

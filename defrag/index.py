@@ -280,9 +280,10 @@ class Index:
         self.pool.tree.log = None
 
     @property
-    def heard(self) -> bool:
-        """Whether everything that has changed so far is at least no longer believed to be where it was."""
-        return self._at == len(self._log) and not self.pool.tree.log
+    def behind(self) -> int:
+        """Changes that are still to be taken note of: of nodes while it is not `complete`, then of blocks too."""
+        left = len(self._log) - self._at + len(self.pool.tree.log or ()) + len(self._coming)
+        return left if self._build is not None else left + len(self._dirty)
 
     def _grow(self, nodes: int) -> None:
         """Room for that many nodes and as many again."""

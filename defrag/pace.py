@@ -48,6 +48,15 @@ GAPLESS_SECONDS: Final = 0.5
 """Without a gap that could be used, from which on the duty cycle may be."""
 
 
+FOLLOW_SECONDS: Final = 0.5
+"""In which what is still to be taken note of must become less."""
+FOLLOW_PAUSE: Final = 0.1
+"""Without a look, after which those seconds begin anew: meanwhile there was something else to do."""
+AWAY_FIRST: Final = 1.0
+AWAY_LAST: Final = 32.0
+"""Seconds for which the pool is not followed where it does not: from, to, doubled each time."""
+
+
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What the operator has set."""
 
@@ -295,6 +304,39 @@ class Pace:
             and (reading.waiting or bool(reading.run_wanted))
             and now - gap_last >= GAPLESS_SECONDS
         )
+
+
+class Following:
+    """Whether what changes in a pool can be taken note of as fast as it changes; times in seconds of any one clock.
+
+    Clients that fill and empty a pool some thousand times a second leave no time for that, and what was planned would
+    not be there any more.  Then nothing is followed for a while, which costs nobody anything, and it is tried anew.
+    """
+
+    def __init__(self) -> None:
+        self.until = -math.inf  # when the pool may be followed again
+        self._away = 0.0
+        self._least = self._since = self._last = 0.0
+        self._built = False
+
+    def begin(self, now: float) -> None:
+        """The planner begins to listen."""
+        self._least, self._since, self._built, self._last = math.inf, now, False, now
+
+    def fed(self, left: int, built: bool, now: float) -> bool:
+        """So many changes are left, all there was before being known (`built`) or not; False: it is let be."""
+        last, self._last = self._last, now
+        if not left or left < self._least or built != self._built or now - last > FOLLOW_PAUSE:
+            self._least, self._since, self._built = left, now, built
+        if now - self._since <= FOLLOW_SECONDS:
+            return True
+        self._away = min(max(AWAY_FIRST, 2 * self._away), AWAY_LAST)
+        self.until = now + self._away
+        return False
+
+    def planned(self) -> None:
+        """All was known, and a plan was made."""
+        self._away = 0.0
 
 
 def pause(copied_seconds: float, duty: float) -> float:

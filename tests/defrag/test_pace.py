@@ -6,7 +6,17 @@ import math
 from typing import Any
 
 from kvslot.defrag import Purpose
-from kvslot.defrag.pace import JOIN_SECONDS, REST_LAST, TICKETS_IN_A_ROW, Order, Pace, Reading, Rules, pause
+from kvslot.defrag.pace import (
+    JOIN_SECONDS,
+    REST_LAST,
+    TICKETS_IN_A_ROW,
+    Following,
+    Order,
+    Pace,
+    Reading,
+    Rules,
+    pause,
+)
 
 USABLE = 16_000
 
@@ -195,3 +205,41 @@ def test_the_duty_cycle_is_what_was_set() -> None:
     assert pause(0.001, 0.5) == 0.001
     assert math.isclose(pause(0.001, 0.1), 0.009)
     assert pause(0.001, 1.0) == 0.0
+
+
+def fed(following: Following, left: int, start: float, stop: float, *, built: bool = True) -> bool:
+    """Looks in between, at each of which as much is left."""
+    steps = math.ceil((stop - start) / 0.05)
+    return all(following.fed(left, built, start + (stop - start) * each / steps) for each in range(1, steps + 1))
+
+
+def test_what_cannot_be_followed_is_let_be_for_longer_and_longer() -> None:
+    """Changes that do not become less end it, for 1, 2, 4, ... seconds; a plan that was made begins that afresh."""
+    following = Following()
+    for away in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 32.0):
+        following.begin(100.0)
+        assert following.fed(50, True, 100.0)
+        assert fed(following, 70, 100.0, 100.5)
+        assert not following.fed(60, True, 100.55)
+        assert following.until == 100.55 + away
+    following.planned()
+    following.begin(0.0)
+    assert following.fed(50, True, 0.0)
+    assert not fed(following, 50, 0.0, 0.6)
+    assert 1.5 < following.until <= 1.6
+
+
+def test_what_becomes_less_is_followed_to_its_end() -> None:
+    """A backlog may be as long as it likes while it shrinks, and what comes after none has its time anew."""
+    following = Following()
+    following.begin(0.0)
+    for step in range(1000):
+        assert following.fed(10_000 - step, False, 0.09 * step)
+    assert following.fed(90_000, True, 90.0)  # all is known: what is left is counted otherwise
+    for step in range(1000):
+        assert following.fed(80_000 - step, True, 90.0 + 0.09 * step)
+    assert fed(following, 0, 180.0, 182.0)
+    assert fed(following, 5_000, 182.0, 182.4)
+    assert following.fed(9_000, True, 200.0)  # what was planned has been moved meanwhile
+    assert fed(following, 9_000, 200.0, 200.4)
+    assert not fed(following, 9_000, 200.4, 200.6)
