@@ -649,10 +649,11 @@ class PrefixTree:
 
     # -- for tools ---------------------------------------------------------------------------------------------
 
-    def live(self) -> Iterator[int]:
-        """All live nodes in number order, roots included; O(nodes ever)."""
-        for cluster, bits in enumerate(self._vacant):
-            if bits != _ALL and cluster:
+    def live(self, first: int = 0, stop: int | None = None) -> Iterator[int]:
+        """The live nodes with numbers in [first, stop), multiples of 16, in order, roots included; O(nodes ever)."""
+        start = max(1, first >> 4)
+        for cluster, bits in enumerate(self._vacant[start : None if stop is None else stop >> 4], start):
+            if bits != _ALL:
                 for bit in range(16):
                     if not bits >> bit & 1:
                         yield (cluster << 4) + bit

@@ -21,22 +21,28 @@ is looked at once more, in the pool, before a move is planned.  A block costs ab
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING
+import mmap
+import struct
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvslot.allocator.pool import Pool
 
 GROUP = 32  # blocks of a group: groups are told to be looked at again as a whole
 READ = 500  # sequences that are looked at in a plan, about, to know who reads the nodes that are held
 BELIEVED = 1.0  # seconds for which it is believed that a held node may be moved or may not
 ANSWERS_MOST = 4096
+BUILT = 256  # numbers of nodes that are gone through at a time, at first
 TAKEN = 256  # changes of the pool that are taken over at a time
 WARMED = 1 << 19  # bytes that are touched for the first time in one call
+MAP_NORESERVE: Final = 0x4000  # of Linux; memory that is not touched is not counted either
+IN_PIECES = (
+    5  # extents from which on a node may be worth gathering: twice as many as moves leave it in, and one
+)
 LEVELS = 64  # of fill; a block of fewer slots has one for each
 EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
 HOLE_CLASSES = EXACT + 8 * 10 + 1
@@ -50,9 +56,16 @@ def hole_class(n: int) -> int:
     return EXACT + ((e - 7) << 3) + ((n >> (e - 4)) & 7)
 
 
-def zeros(n: int) -> memoryview[int]:
-    """`n` int32 of 0, as quick to read as an array and made at once, however many: pages come as they are touched."""
-    return np.zeros(n, np.int32).data
+def zeros(n: int, code: str = "i") -> memoryview[int]:
+    """`n` numbers of 0 (int32, or as `code` of the module array), made at once however many: memory comes as touched.
+
+    In pages of 4 KiB: numpy asks for large ones, of which each takes up to milliseconds where memory is in pieces.
+    """
+    size = max(1, n) * struct.calcsize(code)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memoryview(memory).cast(code)[:n]
 
 
 class Rings:
@@ -66,7 +79,7 @@ class Rings:
         self.after, self.before = zeros(members + rings), zeros(members + rings)
         for mark in range(members, members + rings):
             self.after[mark] = self.before[mark] = mark
-        self._ring = np.zeros(members, np.uint16).data  # one more than the ring's number, 0 for none
+        self._ring = zeros(members, "H")  # one more than the ring's number, 0 for none
         self.count = [0] * rings
         self.occupied = 0  # bit r is set when ring r has a member
 
@@ -120,13 +133,16 @@ class Index:
         "_asks",
         "_at",
         "_build",
+        "_building",
         "_cold",
         "_coming",
         "_dirty",
+        "_entries",
         "_entries_free",
         "_first_view",
         "_followed",
         "_is_dirty",
+        "_is_scattered",
         "_keep",
         "_log",
         "_node_count",
@@ -153,6 +169,7 @@ class Index:
         "parked_free",
         "pool",
         "remaining",
+        "scattered",
         "size",
         "starved",
         "used",
@@ -169,23 +186,30 @@ class Index:
         self.fills = Rings(blocks, self.levels + 1)  # the last ring: those looked at in vain
         self.holes = Rings(blocks, HOLE_CLASSES)
         self.parked_free = 0  # free slots of the blocks looked at in vain
-        self._parked_free = np.zeros(blocks, np.uint16).data  # of each, when it was parked
-        self._until = np.zeros(blocks, np.float32)
+        self._parked_free = zeros(blocks, "H")  # of each, when it was parked
+        self._until = cast("memoryview[float]", zeros(blocks, "f"))
         self._origin: float | None = None
+        # There are no more extents than slots.  Memory of those that there are not is never touched; and nothing is
+        # copied as they become more, which would take milliseconds.
+        most = pool.slots + 1
         # Entries, from 1 on: an extent of a node.  `next` goes on in the list of the block it begins in, `tail` in that
         # of the block it ends in if that is another, `more` to the extent of the node before it: nodes grow and are cut
         # at their ends.
-        self.entry_node = array("i", [0])
-        self.entry_slot = array("i", [0])
-        self.entry_length = array("i", [0])
-        self.entry_next = array("i", [0])
-        self.entry_tail = array("i", [0])
-        self.entry_more = array("i", [0])
+        self.entry_node = zeros(most)
+        self.entry_slot = zeros(most)
+        self.entry_length = zeros(most)
+        self.entry_next = zeros(most)
+        self.entry_tail = zeros(most)
+        self.entry_more = zeros(most)
+        self._entries = 1  # that were ever in use, with the one that is none
         self._entries_free = 0
         self._node_entry = zeros(len(pool.tree.keys) + 1024)  # the last of a node's entries
         self._node_count = zeros(len(pool.tree.keys) + 1024)  # ... and how many there are
+        # Nodes in `IN_PIECES` extents or more, each once, in no order; some may be in fewer again.
+        self.scattered: deque[int] = deque()
+        self._is_scattered = bytearray(len(self._node_entry))
         self._dirty: list[int] = []
-        self._is_dirty = np.zeros(blocks, np.uint8).data
+        self._is_dirty = zeros(blocks, "B")
         self.groups_changed: list[int] = []
         self.group_is_changed = bytearray(-(-blocks // GROUP))
         # Blocks in whose holes something is planned to go -> the holes that are left until that has happened or not.
@@ -202,19 +226,22 @@ class Index:
         self._answers: dict[int, bool] = {}
         self._asked_at = 0.0
         self._log: list[int] = []
-        self._keep = -1  # of the node at `_at` so many extents stay known, where it has left in part; -1: it has not
+        self._keep = (
+            -1
+        )  # of the node at `_at` so many extents stay known, where it has left in part; -1: it has not
         # Nodes that have left where they were, and are to be entered where they are.
         self._coming: list[int] = []
         self._at = 0
         self._again = 0  # parked blocks that are to be looked at although their time has not come
         rings = (self.fills, self.holes)
-        flats = [self.used, self.first, self._is_dirty, self._parked_free, self._until.data]
+        flats = [self.used, self.first, self._is_dirty, self._parked_free, self._until]
         flats += [flat for each in rings for flat in (each.before, each.after, each._ring)]
         # What is still to be touched for the first time: bytes of the members' part of the flat arrays.
         self._cold = [(np.frombuffer(flat, np.uint8)[: blocks * flat.itemsize], 0) for flat in flats]
         self._cold += [(np.frombuffer(each, np.uint8), 0) for each in (self._node_entry, self._node_count)]
         pool.tree.log = []
-        self._build: Iterator[int] | None = pool.tree.live()
+        self._build = 0  # nodes from this number on have not been looked at; -1: all have
+        self._building: list[int] = []  # ... and of those before it these
 
     # -- following ---------------------------------------------------------------------------------------------
 
@@ -252,14 +279,18 @@ class Index:
         coming = self._coming
         while coming and budget > 0:
             budget -= self._enter(coming.pop(), budget)
-        if self._build is not None:
+        building = self._building
+        while self._build >= 0:
             if budget <= 0:
                 return True
-            for node in self._build:
-                budget -= self._enter(node, budget)
-                if budget <= 0:
-                    return True
-            self._build = None
+            if building:
+                budget -= self._enter(building.pop(), budget)
+            elif self._build < len(tree.keys):
+                building += tree.live(self._build, self._build + BUILT)
+                self._build += BUILT
+                budget -= 1
+            else:
+                self._build = -1
         if self.fills.count[self.levels]:
             self.unpark(self.now, budget)
         dirty, is_dirty, survey = self._dirty, self._is_dirty, self.survey
@@ -273,7 +304,7 @@ class Index:
     @property
     def complete(self) -> bool:
         """Whether every node has been seen once."""
-        return self._build is None
+        return self._build < 0
 
     def close(self) -> None:
         """Listens no longer."""
@@ -283,7 +314,7 @@ class Index:
     def behind(self) -> int:
         """Changes that are still to be taken note of: of nodes while it is not `complete`, then of blocks too."""
         left = len(self._log) - self._at + len(self.pool.tree.log or ()) + len(self._coming)
-        return left if self._build is not None else left + len(self._dirty)
+        return left if self._build >= 0 else left + len(self._dirty)
 
     def _grow(self, nodes: int) -> None:
         """Room for that many nodes and as many again."""
@@ -291,6 +322,7 @@ class Index:
             old, new = getattr(self, name), zeros(2 * nodes)
             new[: len(old)] = old
             setattr(self, name, new)
+        self._is_scattered += bytes(2 * nodes - len(self._is_scattered))
 
     def _leave(self, node: int, budget: int) -> int:
         """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost.
@@ -359,9 +391,16 @@ class Index:
             entry = self._insert(node, extents[i], extents[i + 1], entry)
         self._node_entry[node] = entry
         counts[node] = count
+        if count >= IN_PIECES and not self._is_scattered[node]:
+            self._is_scattered[node] = 1
+            self.scattered.append(node)
         if 2 * count < len(extents):
             self._coming.append(node)
         return count - known
+
+    def no_more_scattered(self) -> None:
+        """The first of those in pieces is in pieces no more."""
+        self._is_scattered[self.scattered.popleft()] = 0
 
     def _extents(self, node: int) -> list[int]:
         """Where a node is now, to be read only; nowhere if there is none."""
@@ -375,11 +414,8 @@ class Index:
         if entry:
             self._entries_free = self.entry_more[entry]
         else:
-            entry = len(self.entry_node)
-            for column in (
-                self.entry_node, self.entry_slot, self.entry_length, self.entry_next, self.entry_tail, self.entry_more,
-            ):  # fmt: skip
-                column.append(0)
+            entry = self._entries
+            self._entries += 1
         self.entry_node[entry] = node
         self.entry_slot[entry] = slot
         self.entry_length[entry] = length
@@ -638,6 +674,9 @@ def check(index: Index) -> list[str]:
             wrong.append(f"block {block}: holds {seen}, not {touching[block]}")
         if (0 < count < size) != (index.fills.ring_of(block) >= 0):
             wrong.append(f"block {block}, {count} used, stands in ring {index.fills.ring_of(block)}")
+    pieces = {node for node, extents in tree.scattered.items() if len(extents) >= 2 * IN_PIECES}
+    if not pieces <= set(index.scattered) or len(set(index.scattered)) != len(index.scattered):
+        wrong.append(f"in pieces are {sorted(pieces)}, not {sorted(index.scattered)}")
     free = sum(index._parked_free[b] for b in range(len(used)) if index.fills.ring_of(b) == index.levels)
     if free != index.parked_free:
         wrong.append(f"{index.parked_free} free slots in parked blocks, {free} are")

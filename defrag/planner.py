@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvslot.allocator.errors import OutOfTurn
-from kvslot.defrag.index import GROUP, Index, hole_class
+from kvslot.defrag.index import GROUP, IN_PIECES, Index, hole_class
 from kvslot.defrag.view import RUN_BLOCKS, Plan, PlannedMove, Purpose
 from kvslot.defrag.windows import LONGEST, Piece, Windows, extents_most, piece_of
 
@@ -101,7 +101,7 @@ class Planner:
         self.pool = pool
         self.index = Index(pool)
         self._windows: Windows | None = None
-        self._scattered: list[int] = []  # nodes that are still to be looked at
+        self._scattered = 0  # nodes that are still to be looked at
         self._joined: dict[int, float] = {}  # nodes that are left alone, and until when
         self._seen: dict[
             int, tuple[int, int]
@@ -450,9 +450,10 @@ class Planner:
         """Nodes in many extents that have been read lately go to one run each, no longer than need be."""
         pool = self.pool
         tree = pool.tree
+        scattered = self.index.scattered
         if not self._scattered:
             self._joined = {node: until for node, until in self._joined.items() if until > now}
-            self._scattered = list(tree.scattered)
+            self._scattered = len(scattered)
             if len(self._seen) > JOINED_MOST:
                 self._seen.clear()
         hot = pool.tick - max(HOT, tree.nodes)
@@ -469,9 +470,14 @@ class Planner:
             if work <= 0 or plan.cost >= budget:
                 plan.settled = False
                 return
-            node = self._scattered.pop()
+            self._scattered -= 1
+            node = scattered[0]
             extents = tree.scattered.get(node)
-            if extents is None or tree.flags[node]:
+            if extents is None or len(extents) < 2 * IN_PIECES:
+                self.index.no_more_scattered()
+                continue
+            scattered.rotate(-1)
+            if tree.flags[node]:
                 continue
             length = tree.length[node]
             if (
@@ -491,7 +497,8 @@ class Planner:
             if tick < hot:
                 continue
             if plan.moves and plan.cost + length > budget:
-                self._scattered.append(node)
+                self._scattered += 1
+                scattered.rotate(1)
                 plan.settled = False
                 return
             if len(self._joined) < JOINED_MOST:

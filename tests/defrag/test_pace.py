@@ -210,7 +210,9 @@ def test_the_duty_cycle_is_what_was_set() -> None:
 def fed(following: Following, left: int, start: float, stop: float, *, built: bool = True) -> bool:
     """Looks in between, at each of which as much is left."""
     steps = math.ceil((stop - start) / 0.05)
-    return all(following.fed(left, built, start + (stop - start) * each / steps) for each in range(1, steps + 1))
+    return all(
+        following.fed(left, built, start + (stop - start) * each / steps) for each in range(1, steps + 1)
+    )
 
 
 def test_what_cannot_be_followed_is_let_be_for_longer_and_longer() -> None:
