@@ -1,8 +1,8 @@
 """Compaction of one pool while it serves: a task that plans, moves in gaps between engines' steps, and publishes.
 
     nothing to gain                                 asleep: no timer, no look at a page; `upkeep` asks once a second
-    something to gain   pace.py  which purpose      the planner begins to listen to the pool, and is fed in slices; where
-                                                    clients change it faster than that, it is let be for a while
+    something to gain   pace.py  which purpose      the planner begins to listen to the pool, and is fed in slices;
+                                                    where the pool changes faster than that, it is let be for a while
                         planner  which moves
                         mover.py begins them        copies wait in the device's low lane, behind its gate
                         gaps.py  when               the gate opens for as long as no step is expected;

@@ -25,7 +25,7 @@ import mmap
 import struct
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
@@ -56,7 +56,7 @@ def hole_class(n: int) -> int:
     return EXACT + ((e - 7) << 3) + ((n >> (e - 4)) & 7)
 
 
-def zeros(n: int, code: str = "i") -> memoryview[int]:
+def zeros(n: int, code: Literal["i", "H", "B"] = "i") -> memoryview[int]:
     """`n` numbers of 0 (int32, or as `code` of the module array), made at once however many: memory comes as touched.
 
     In pages of 4 KiB: numpy asks for large ones, of which each takes up to milliseconds where memory is in pieces.
@@ -187,7 +187,7 @@ class Index:
         self.holes = Rings(blocks, HOLE_CLASSES)
         self.parked_free = 0  # free slots of the blocks looked at in vain
         self._parked_free = zeros(blocks, "H")  # of each, when it was parked
-        self._until = cast("memoryview[float]", zeros(blocks, "f"))
+        self._until = zeros(blocks)  # ... and until when it is, in tenths of a second: enough for years
         self._origin: float | None = None
         # There are no more extents than slots.  Memory of those that there are not is never touched; and nothing is
         # copied as they become more, which would take milliseconds.
@@ -618,7 +618,7 @@ class Index:
         self._parked_free[block] = free = self.size - self.used[block]
         self.parked_free += free
         fills.put(block, self.levels)
-        self._until[block] = until - self._origin
+        self._until[block] = int(10 * (until - self._origin))
 
     def unpark_all(self) -> bool:
         """All that are parked now are to be looked at again, a few with each `feed`; False: there are none."""
@@ -628,7 +628,7 @@ class Index:
     def unpark(self, now: float, most: int = 1 << 30) -> None:
         """Blocks that were parked until now are to be looked at again."""
         fills, parked = self.fills, self.levels
-        due = now - (self._origin or 0.0)
+        due = int(10 * (now - (self._origin or 0.0)))
         while most > 0:
             block = fills.first(parked)
             if block < 0 or (self._until[block] > due and not self._again):
@@ -636,7 +636,7 @@ class Index:
             most -= 1
             self._again -= self._again > 0
             self.fills.put(block, parked)  # at the end, until it has been surveyed
-            self._until[block] = due + RECHECK
+            self._until[block] = due + int(10 * RECHECK)
             if not self._is_dirty[block]:
                 self._is_dirty[block] = 1
                 self._dirty.append(block)
