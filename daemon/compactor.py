@@ -89,6 +89,8 @@ TICKET_PATIENCE: Final = 0.1
 REST: Final = 8
 """Times as long as a turn took, clients have the processor, if any were served meanwhile: at the most a ninth of the
 loop's time goes into it while others use it."""
+FEED_REST: Final = 24
+"""... and after one in which the planner took note of what they had changed, which is most of what it costs them."""
 AHEAD: Final = 1.0
 """Seconds beyond now from which the times of a page are nonsense."""
 LONG_TURN: Final = 0.001
@@ -128,6 +130,7 @@ class Compactor:
         self._flying: deque[int] = deque()
         self._planner: Planner | None = None
         self._following = Following()
+        self._feeding = False  # this turn went into that
         self._predictor: GapPredictor | None = None
         self._known: set[int] = set()  # sessions that the predictor has heard of
         self._words: tuple[memoryview[int], ...] = ()
@@ -217,7 +220,8 @@ class Compactor:
             if delay <= 0:
                 if self._round != self.server.hub.rounds:
                     self._round = self.server.hub.rounds
-                    await asyncio.sleep(REST * (time.perf_counter() - began))
+                    rest = FEED_REST if self._feeding else REST
+                    await asyncio.sleep(rest * (time.perf_counter() - began))
                 else:
                     await asyncio.sleep(0)
                 continue
@@ -232,6 +236,7 @@ class Compactor:
     def turn(self, now: float) -> float:
         """One slice of work; the seconds until the next one, unless poked: 0 for at once, inf for not at all."""
         self._take_settings()
+        self._feeding = False
         if self._reap(now):
             return 0.0
         if self.mode == "off" and not self.pace.once:
@@ -295,6 +300,7 @@ class Compactor:
                 self._let_evict(now)
             return math.inf  # `upkeep` looks once a second
         if self._feed():
+            self._feeding = True
             return 0.0 if self._keeps_up(now) else math.inf
         if self._sought is not None and now < self._sought_until and not (pace.once or self._busy):
             delay = self._seek(now)

@@ -275,7 +275,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "off; idle: cached data is moved together in gaps between engines' steps; forced: at any time",
             choices=("off", "idle", "forced"),
         ),
-    ] = "off"
+    ] = "idle"
     compaction_start: Annotated[
         float,
         Rule(
