@@ -44,6 +44,7 @@ RETIRED_SHARE = (
     32  # of the pool one part in so many: old places that readers hold up, then none is told any more
 )
 RETIRED_LEAST = 64  # slots; in a small pool too
+RETIRED_EACH = 4  # of that share one part in so many that one session holds up: who never applies stops its own moves only
 SEQUENCES_MAX = (
     2048  # running: beyond, nothing that is held is moved, since who holds it is found by looking at all
 )
@@ -75,6 +76,7 @@ class Moves:
     __slots__ = (
         "abandoned_freed",
         "abandoned_leased",
+        "blocks_given",
         "failed",
         "late_completions",
         "moved_tokens",
@@ -92,6 +94,7 @@ class Moves:
         self.of_node: dict[int, list[int]] = {}  # node -> its moves in this life of it
         self.retired: dict[int, Retired] = {}  # by identity
         self.retired_tokens = 0
+        self.blocks_given = 0  # that came free when the last reader let an old place go
         self.moved_tokens = 0
         self.published = 0
         self.abandoned_leased = 0  # somebody reads the source who cannot be told
@@ -230,6 +233,7 @@ class Moves:
         self.retired_tokens += move.length
         for session, pushes in told.items():
             session.moved.append((session.epoch, retired, pushes))
+            session.retired_tokens += move.length
             pool.pushes += pushes
 
     def _forget(self, move: Move) -> None:
@@ -287,7 +291,8 @@ class Moves:
             and session.append == "chain"
             and session.group is None
             and pool.now - session.stepped <= FOLLOWS_FOR
-            and self.retired_tokens <= max(pool.usable // RETIRED_SHARE, RETIRED_LEAST)
+            and self.retired_tokens <= (most := max(pool.usable // RETIRED_SHARE, RETIRED_LEAST))
+            and session.retired_tokens <= most // RETIRED_EACH
         )
 
     def applied(self, session: Session, epoch: int) -> None:
@@ -303,13 +308,13 @@ class Moves:
         """Steps up to `passed` have completed in all processes of the engine: what only those could read goes free."""
         settling = session.settling
         while settling and settling[0][0] <= passed:
-            self._let_go(settling.popleft()[1])
+            self._let_go(session, settling.popleft()[1])
 
     def ended(self, session: Session) -> None:
         """The session's process reads nothing any more."""
         for waiting in (session.moved, session.settling):
             for entry in waiting:
-                self._let_go(entry[1])
+                self._let_go(session, entry[1])
         session.moved, session.settling = deque(), deque()
 
     def retell(self, session: Session) -> None:
@@ -317,12 +322,15 @@ class Moves:
         for _, _, pushes in session.moved:
             self.pool.pushes += pushes
 
-    def _let_go(self, retired: Retired) -> None:
+    def _let_go(self, session: Session, retired: Retired) -> None:
+        session.retired_tokens -= retired.length
         retired.waiting -= 1
         if not retired.waiting:
             del self.retired[id(retired)]
             self.retired_tokens -= retired.length
+            before = self.pool.runs.blocks_free
             self.pool._release(retired.extents, retired.length, MOVING)
+            self.blocks_given += self.pool.runs.blocks_free - before
 
     def _read_from_tree(self, sequence: Sequence, start: int, stop: int) -> list[tuple[int, int]]:
         """The stretches (position, length) of [start, stop) that a sequence reads from the tree, not its own."""

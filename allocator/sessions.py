@@ -119,6 +119,7 @@ class Session:
         "pins",
         "proven",
         "quota",
+        "retired_tokens",
         "sequences",
         "settling",
         "stalled",
@@ -159,6 +160,7 @@ class Session:
         self.epoch = 0
         self.moved: deque[tuple[int, Retired, list[Moved]]] = deque()  # (epoch, old place, what was pushed)
         self.settling: deque[tuple[int, Retired]] = deque()  # (last step that may read it, old place)
+        self.retired_tokens = 0  # in those two
         self.stepped = 0.0  # when it was last seen to submit a step
 
     def passed(self) -> int:

@@ -717,7 +717,7 @@ class Compactor:
             failed=outcomes.failed,
             moved_tokens=outcomes.moved_tokens,
             moved_bytes=outcomes.moved_tokens * self._slot_bytes,
-            blocks_given=self.blocks_given,
+            blocks_given=self.blocks_given + pool.moves.blocks_given,
             retired_tokens=pool.moves.retired_tokens,
             unpacked_pct=100 * (reading.free - reading.in_blocks) / free,
             unusable_pct=100 * (reading.free - reading.in_runs) / free,

@@ -575,15 +575,15 @@ def _map_fences(core: Core, place: int, limit: int, found: dict[str, list[int]])
 def _map_others(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
     if not place:
         found["padding"] = [0, core.padding]
-        moves = core.moves
-        found["moving"] = [slot for move in moves.tickets.values() for slot in move.target]
-        found["moving"] += [slot for each in moves.retired.values() for slot in each.extents]
-    window = core.admission.window
-    if window is None:
-        return 0
+        found["moving"] = [slot for move in core.moves.tickets.values() for slot in move.target]
     stop = place + min(limit or OWNERS, OWNERS)
-    found["reserved"] = [slot for stretch in window.stretches[place:stop] for slot in stretch]
-    return stop if stop < len(window.stretches) else 0
+    retired, window = core.moves.retired, core.admission.window
+    found.setdefault("moving", []).extend(
+        slot for each in islice(retired.values(), place, stop) for slot in each.extents
+    )
+    stretches = window.stretches if window is not None else []
+    found["reserved"] = [slot for stretch in stretches[place:stop] for slot in stretch]
+    return stop if stop < max(len(retired), len(stretches)) else 0
 
 
 _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {

@@ -140,6 +140,7 @@ class Member:
         self.roots: dict[int, None] = {}  # namespaces it has opened
         self.frames = 0
         self.posted_errors = 0
+        self.rings, self.rings_since = 0, since  # of its bell, and from when on they are counted
         self._rings_for_fences = self._rings_for_gaps = False
         self.progressed = since  # when its page last changed, or there was nothing to complete
 

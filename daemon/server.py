@@ -71,6 +71,9 @@ REPLENISH_NS: Final = 50_000
 """Of evicting ahead, between two rounds of the hub."""
 SWEEP_PAUSE: Final = 4
 """Times as long as a slice of cleaning up took, the others have the processor."""
+RINGS_MOST: Final = 32
+RING_SECONDS: Final = 0.01
+"""Bells of one client that are heard in so long, then none for as long: else one could keep the daemon busy with it."""
 PROGRESS_SECONDS: Final = 2.0
 DESCRIPTORS_EACH: Final = 5
 """Of a session: socket, page and its mapping, bell, process."""
@@ -459,11 +462,22 @@ class Server:
         if not member.take_ring():
             return
         now = time.monotonic()
+        if now - member.rings_since > RING_SECONDS:
+            member.rings_since, member.rings = now, 0
+        member.rings += 1
+        if member.rings == RINGS_MOST:
+            # No engine steps that often.  What it rings meanwhile is heard as one.
+            self.loop.remove_reader(member.wake)
+            self.loop.call_later(RING_SECONDS, self._hear_again, member)
         self.compactors[member.hosted.name].rung()
         if self.sync(member, now):
             pool = member.hosted.core
             if pool.pushes or pool.admission.busy:
                 self.deliver(member.hosted, now)
+
+    def _hear_again(self, member: Member) -> None:
+        if member.wake >= 0:
+            self.loop.add_reader(member.wake, self._rung, member)
 
     # -- coming and going --------------------------------------------------------------------------------------
 

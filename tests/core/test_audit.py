@@ -105,6 +105,7 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "a held node queued": lambda p: p.tree.evictor.add(a_held(p), 1),
     "a mark of moving": lambda p: bump_at(p.tree.flags, a_leaf(p), 1),
     "a move forgotten": lambda p: p.moves.tickets.clear(),
+    "what a session holds up of moves": lambda p: bump(next(iter(p.sessions.values())), "retired_tokens"),
     "a range's count": lambda p: bump(a_range(p), "refs"),
     "a range's length": lambda p: bump(a_range(p), "length"),
     "a range's place": lambda p: bump(a_range(p), "position", 3),

@@ -499,6 +499,36 @@ def test_old_slots_are_bounded_in_all() -> None:
         sound(pool)
 
 
+def test_a_session_that_never_applies_stops_its_own_moves_only() -> None:
+    """One that steps and does not apply holds up a part of what all may; the others' data goes on moving."""
+    pool = make(blocks=1025, block_size=16)
+    stuck, sound_one = follower(pool), follower(pool)
+    of = []
+    for index, s in enumerate((stuck, sound_one)):
+        cache(pool, s, fresh(40, 1000 * index))
+        admit(pool, s, fresh(41, 1000 * index))
+        of.append(next(node for node in pool.tree.live() if pool.tree.length[node] and node not in of))
+    most = pool.usable // 32
+    for _ in range(100):
+        if pool.moves.readers(of[0]) is None:
+            break
+        assert pool.moves.finish(pool.moves.begin(of[0]).handle)
+        pool.progress(stuck, stuck.submitted + 1, stuck.submitted + 1, epoch=0)
+    assert most // 4 < stuck.retired_tokens <= most // 4 + 40
+    for _ in range(100):
+        assert pool.moves.finish(pool.moves.begin(of[1]).handle)
+        step = sound_one.submitted + 1
+        pool.progress(sound_one, step, step, epoch=sound_one.epoch)
+    assert sound_one.retired_tokens <= 40
+    sound(pool)
+    pool.lose(stuck)
+    pool.gone(stuck)
+    while not pool.sweep():
+        pass
+    assert pool.moves.retired_tokens == sound_one.retired_tokens
+    sound(pool)
+
+
 def test_targets_of_whole_blocks_are_whole_blocks() -> None:
     """Where only whole blocks are held, a target that is none is refused."""
     pool = make(blocks=9, block_size=4, opaque=True)
