@@ -49,6 +49,7 @@ PHASES: dict[str, str] = {
     "warm": "from there until they would have filled it three times: eviction sets in, the start still shows",
     "steady": "all that follows warm",
     "first_hour": "the first simulated hour; only of runs that last longer than one",
+    "full_hour": "the first hour of steady; only where the last one begins after it",
     "last_hour": "the last simulated hour; only of runs that last longer than one",
 }
 

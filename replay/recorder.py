@@ -364,6 +364,9 @@ def phases(recorder: Recorder, pool_tokens: int) -> dict[str, tuple[float, float
             found[name] = (float(admitted[first]), stop)
     if end - start > HOUR_S:
         found["first_hour"] = (start, start + HOUR_S)
+        full = found.get("steady", (end, end))[0]
+        if full + 2 * HOUR_S <= end:
+            found["full_hour"] = (full, full + HOUR_S)
         found["last_hour"] = (end - HOUR_S, end)
     assert found.keys() <= PHASES.keys()
     return found

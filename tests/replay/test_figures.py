@@ -133,6 +133,18 @@ def test_hours_have_phases_of_their_own(tmp_path: Path) -> None:
     assert rows["last_hour"].requests == 60
     assert rows["last_hour"].end_s - rows["last_hour"].start_s == pytest.approx(3600)
     assert rows["last_hour"].occupancy_pct.mean > rows["first_hour"].occupancy_pct.mean
+    assert "full_hour" not in rows
+
+
+def test_the_first_hour_of_a_full_pool_is_a_phase(tmp_path: Path) -> None:
+    """Where the pool was filled three times over before the last two hours, the hour from then on is told apart."""
+    lines: list[Line] = [(i * 60.0, i, 0, -1, 0, 50, 20) for i in range(240)]
+    made = trace(tmp_path / "long.kvs.gz", lines)
+    outcome = replay(made, ReplayConfig(policy="token", block_size=16, pool_tokens=1_000, live=4))
+    rows = {row.phase: row for row in outcome.rows}
+    assert rows["full_hour"].start_s == rows["steady"].start_s
+    assert rows["full_hour"].end_s - rows["full_hour"].start_s == pytest.approx(3600)
+    assert rows["full_hour"].end_s < rows["last_hour"].start_s
 
 
 @given(lines=requests(), writes=st.data())
