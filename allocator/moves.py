@@ -44,7 +44,7 @@ RETIRED_SHARE = (
     32  # of the pool one part in so many: old places that readers hold up, then none is told any more
 )
 RETIRED_LEAST = 64  # slots; in a small pool too
-RETIRED_EACH = 4  # of that share one part in so many that one session holds up: who never applies stops its own moves only
+RETIRED_EACH = 4  # ... and of that one part in so many by one session, which then stops only its own moves
 SEQUENCES_MAX = (
     2048  # running: beyond, nothing that is held is moved, since who holds it is found by looking at all
 )
