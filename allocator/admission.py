@@ -361,8 +361,9 @@ class Admission:
         whole = reason == Reason.RUN
         scope = self._scope(session, reason)
         limit = min(session.quota, self.pool.usable)
-        hopeless = whole and not self._coming()  # nothing will come free that could make a whole page
-        if len(scope) == 1 and (hopeless or self._occupied(sequence) + need > limit):
+        if len(scope) == 1 and (
+            (whole and self._hopeless(session.page, need)) or self._occupied(sequence) + need > limit
+        ):
             mine = self.growth.get(sequence.handle)
             if mine is not None:
                 self._remove(mine)
@@ -391,6 +392,13 @@ class Admission:
         return bool(pool.moves.tickets or pool.moves.retired) or any(
             s.fences or s.life or s.pins for s in pool.sessions.values()
         )
+
+    def _hopeless(self, page: int, need: int) -> bool:
+        """Whether nothing will come free that could make whole pages for `need` slots; counted anew."""
+        if self._coming() or whole_pages(self.pool, page) * page >= need:
+            self._counted.pop(page, None)
+            return False
+        return True
 
     def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""

@@ -473,6 +473,29 @@ def test_window_clears_what_was_published_in_it_later() -> None:
     sound(pool)
 
 
+def test_growth_in_whole_pages_is_given_up_only_after_a_count() -> None:
+    """The last one left waits on where whole pages have come free since they were counted, and is told so."""
+    pool = make(blocks=6, block_size=4, quantum=1)
+    paged, s = pool.open_session(page=4), pool.open_session()
+    grows = admit(pool, paged, fresh(4, 900), now=1.0)
+    held = {a.extents[0]: a for a in (admit(pool, s, fresh(1, 100 * i), now=1.0) for i in range(16))}
+    for slot, a in held.items():
+        if slot % 4:
+            pool.free(s, a.sequence)
+    refused = later(pool.extend(paged, grows.sequence, now=1.0))
+    assert refused.reason == Reason.RUN
+    pool.poll(1.0)
+    for slot, a in held.items():
+        if not slot % 4:
+            pool.free(s, a.sequence)
+    pool.poll(1.01)
+    assert pool.admission.growth, "it waits, or has been told"
+    pushes = [*pool.poll(2.0), *pool.pushes]
+    assert Ready(paged.handle, refused.ticket) in pushes
+    assert isinstance(pool.extend(paged, grows.sequence, now=2.0, ticket=refused.ticket), Grown)
+    sound(pool)
+
+
 def test_window_goes_with_its_ticket() -> None:
     """A withdrawn ticket gives its window back at once."""
     pool, s, held = scattered()
