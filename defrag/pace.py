@@ -27,8 +27,9 @@ import msgspec
 
 from kvslot.defrag.view import Purpose
 
-LEAST: Final = 1 / 128
-"""Of the pool's slots: less loose memory than that is left as it is."""
+LEAST: Final = 1 / 1024
+"""Of the pool's slots: less loose memory than that is left as it is.  A pool that eviction keeps full has no more free
+than some thousandths, and holes take up a growing part of those for as long as nobody closes them."""
 RUNS_FROM: Final = 1 / 24
 """Of the pool's slots: with less free memory than that no runs are made ahead of those who ask for one.  Where eviction
 keeps the pool full, what it sets free is gone with the next request, and a run made of it as well."""
@@ -46,8 +47,6 @@ TICKET_REST: Final = 0.05
 """Seconds before a ticket that moves could not help is looked at again, doubled each time."""
 GAPLESS_SECONDS: Final = 0.5
 """Without a gap that could be used, from which on the duty cycle may be."""
-
-
 FOLLOW_SECONDS: Final = 0.5
 """In which what is still to be taken note of must become less."""
 FOLLOW_PAUSE: Final = 0.1
