@@ -94,7 +94,7 @@ class Moves:
         self.of_node: dict[int, list[int]] = {}  # node -> its moves in this life of it
         self.retired: dict[int, Retired] = {}  # by identity
         self.retired_tokens = 0
-        self.blocks_given = 0  # that came free when the last reader let an old place go
+        self.blocks_given = 0  # wholly free blocks more, by all that moves took and gave back so far
         self.moved_tokens = 0
         self.published = 0
         self.abandoned_leased = 0  # somebody reads the source who cannot be told
@@ -130,6 +130,7 @@ class Moves:
             raise OutOfTurn(f"node {node} is moving")
         if tree.holds[node] and self.readers(node) is None:
             raise OutOfTurn(f"node {node} is held by somebody who cannot be told of new slots")
+        before = runs.blocks_free
         if target is not None:
             if sum(target[1::2]) != length or min(target[1::2]) <= 0 or any(n % pool.unit for n in target):
                 raise OutOfTurn(f"{length} tokens do not fit {target}")
@@ -144,6 +145,7 @@ class Moves:
             taken = True
         if not taken:
             raise OutOfTurn(f"no such free slots for {length} tokens of node {node}")
+        self.blocks_given += runs.blocks_free - before
         pool.ledger.shift_all(target, length, FREE, MOVING)
         move = Move(pool._handle(), node, at, tree.depth[node], length, source, target)
         if tree.flags[node] & MOVING_FLAG:
@@ -163,6 +165,7 @@ class Moves:
         pool = self.pool
         tree = pool.tree
         node = move.node
+        before = pool.runs.blocks_free
         readers: list[Sequence] | None = None
         if not node or not self._is_as_it_was(move):
             self.abandoned_freed += 1
@@ -173,9 +176,11 @@ class Moves:
         else:
             self._publish(move, readers or [])
             self._forget(move)
+            self.blocks_given += pool.runs.blocks_free - before
             return True
         self._forget(move)
         pool._release(move.target, move.length, MOVING)
+        self.blocks_given += pool.runs.blocks_free - before
         return False
 
     def abandon(self, handle: int) -> None:

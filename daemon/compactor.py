@@ -27,6 +27,7 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import structlog
 
 from kvslot.allocator.moves import Move
@@ -37,7 +38,7 @@ from kvslot.daemon.device import Completion, Event
 from kvslot.daemon.logs import sparing
 from kvslot.defrag import Planner
 from kvslot.defrag.gaps import GapPredictor
-from kvslot.defrag.mover import Mover, Piece
+from kvslot.defrag.mover import Mover, Outcomes, Piece
 from kvslot.defrag.pace import Following, Order, Pace, Reading, Rules, pause
 from kvslot.defrag.windows import LONGEST
 
@@ -130,13 +131,15 @@ class Compactor:
         self._flying: deque[int] = deque()
         self._planner: Planner | None = None
         self._following = Following()
+        self._given_up = False  # what was under way when it was switched off
+        self._on = False  # there may be something to wind down
         self._feeding = False  # this turn went into that
         self._predictor: GapPredictor | None = None
         self._known: set[int] = set()  # sessions that the predictor has heard of
         self._words: tuple[memoryview[int], ...] = ()
         self._any_time = False  # copies do not wait for gaps
         self._order: Order | None = None
-        self._counted = (0, 0)  # published and moved tokens when the present plan began
+        self._before = Outcomes()  # when the present plan began
         self._waiting_since = 0.0
         self._copied = 0  # bytes, when it was last looked whether moves only wait
         self._allowed_until = self._paused_until = self._gap_last = 0.0
@@ -153,7 +156,6 @@ class Compactor:
         self._round = 0
         self._ringing = False
         self.plans = 0
-        self.blocks_given = 0
         self._steps = 0  # of predictors that are no more
         self.state = "off"
         self._awake = asyncio.Event()
@@ -186,15 +188,25 @@ class Compactor:
 
     def start(self) -> None:
         """Goes by the settings again, or in gaps where those say off."""
-        self.override = "idle" if self.server.settings.compaction == "off" else ""
-        self.pace.reset()
-        self._following = Following()
-        self._awake.set()
+        self._say("idle" if self.server.settings.compaction == "off" else "")
 
     def stop(self) -> None:
-        """Gives up what is under way, and does nothing until `start`."""
-        self.override = "off"
+        """Gives up what is under way, and does nothing until `start`, or until the setting is set again."""
+        self._say("off")
+
+    def set_again(self) -> None:
+        """The setting has been set: the last word counts, whatever `start` or `stop` said before."""
+        self._say("")
+
+    def _say(self, override: str) -> None:
+        self.override = override
         self.pace.reset()
+        self._following = Following()
+        if self.mode == "off":
+            self.state = "off" if self.mover.idle and not self._flying else "stopping"
+        elif self.state in ("off", "stopping"):
+            self.state = "planning"
+            self.pace.reason = "just switched on"
         self._awake.set()
 
     def once(self) -> None:
@@ -241,6 +253,7 @@ class Compactor:
             return 0.0
         if self.mode == "off" and not self.pace.once:
             return self._wind_down()
+        self._on, self._given_up = True, False
         if not self.mover.idle:
             return self._go_on(now)
         if self._order is not None:
@@ -249,9 +262,6 @@ class Compactor:
 
     def _take_settings(self) -> None:
         settings = self.server.settings
-        before = self._settings
-        if before is not None and before.compaction != settings.compaction and self.override == "idle":
-            self.override = ""  # it was for as long as the settings said off
         mode = self.mode
         if settings is self._settings and self.pace.rules.mode == mode:
             return
@@ -336,7 +346,7 @@ class Compactor:
             self._budget = max(self._budget_least, self._budget // 2)
         elif took < PLAN_SECONDS / 2:
             self._budget = min(PLAN_TOKENS, 2 * self._budget)
-        self.plans += 1
+        self.plans += bool(plan.moves)
         if not (plan.moves or plan.settled) and self._in_vain < IN_VAIN:
             self._in_vain += 1
             return 0.0  # it has only looked at a part
@@ -350,7 +360,7 @@ class Compactor:
                 self._let_evict(now)
             return 0.0
         self._order = order
-        self._counted = (self.mover.outcomes.settled, self.mover.outcomes.moved_tokens)
+        self._before = msgspec.structs.replace(self.mover.outcomes)
         self._waiting_since = now
         self._poll = POLL_FIRST
         self.mover.take(plan.moves)
@@ -428,14 +438,16 @@ class Compactor:
         order, outcomes = self._order, self.mover.outcomes
         assert order is not None
         self._order = None
-        settled, tokens = self._counted
-        moved = outcomes.moved_tokens - tokens
-        self.pace.moved(order, moved, self.reading(), now)
+        was = msgspec.structs.asdict(self._before)
+        of_plan = {
+            name: value - was[name]
+            for name, value in msgspec.structs.asdict(outcomes).items()
+            if name != "planned"
+        }
+        missed = of_plan["deferred"] + of_plan["over_budget"]
+        self.pace.moved(order, of_plan["moved_tokens"], self.reading(), now, missed=missed)
         sparing(
-            log, "compaction_moved", LINES, pool=self.hosted.name, purpose=str(order.purpose),
-            moves=outcomes.settled - settled, moved_tokens=moved, published=outcomes.published,
-            abandoned_leased=outcomes.abandoned_leased, abandoned_freed=outcomes.abandoned_freed,
-            deferred=outcomes.deferred, over_budget=outcomes.over_budget, failed=outcomes.failed,
+            log, "compaction_moved", LINES, pool=self.hosted.name, purpose=str(order.purpose), **of_plan,
             blocks_free=self.hosted.core.runs.blocks_free,
         )  # fmt: skip
 
@@ -482,9 +494,7 @@ class Compactor:
             return False
         self._flying.popleft()
         self._look_who_follows(now)
-        before = pool.runs.blocks_free
         moved = self.mover.completed(event, done is Completion.DONE)
-        self.blocks_given += pool.runs.blocks_free - before
         if moved:
             self._waiting_since = now
         if pool.pushes or pool.admission.busy:
@@ -512,13 +522,14 @@ class Compactor:
     def _wind_down(self) -> float:
         """Switched off: what is under way ends, and then there is nothing of it any more."""
         if not self.mover.idle:
-            if self.state != "stopping":
-                self.state = "stopping"
+            self.state = "stopping"
+            if not self._given_up:
+                self._given_up = True
                 self._give_up()
             return 0.0 if not self._flying else math.inf
-        if self._planner is not None or self.state != "off":
+        if self._on:
+            self._on = False
             self.state = "off"
-            self.pace.reason = "switched off"
             self._order = None
             self._shut()
             self._close_planner()
@@ -701,7 +712,7 @@ class Compactor:
             pool=self.hosted.name,
             mode=self.mode,
             state=self.state,
-            reason=pace.reason,
+            reason=self._reason(),
             once=pace.once,
             purpose=str(order.purpose) if order is not None else "",
             progress=self._progress(reading),
@@ -717,7 +728,7 @@ class Compactor:
             failed=outcomes.failed,
             moved_tokens=outcomes.moved_tokens,
             moved_bytes=outcomes.moved_tokens * self._slot_bytes,
-            blocks_given=self.blocks_given + pool.moves.blocks_given,
+            blocks_given=pool.moves.blocks_given,
             retired_tokens=pool.moves.retired_tokens,
             unpacked_pct=100 * (reading.free - reading.in_blocks) / free,
             unusable_pct=100 * (reading.free - reading.in_runs) / free,
@@ -726,6 +737,16 @@ class Compactor:
             steps=self._steps + (self._predictor.statistics().steps if self._predictor is not None else 0),
             collisions=gated.met,
         )
+
+    def _reason(self) -> str:
+        if self.mode != "off" or self.pace.once:
+            setting = self.server.settings.compaction
+            return (
+                f"{self.pace.reason}; by `defrag start`: the setting is {setting}"
+                if self.override
+                else self.pace.reason
+            )
+        return "by `defrag stop`" if self.override else "by the setting `compaction`"
 
     def _progress(self, reading: Reading) -> float:
         """Of `once`: a third for each purpose, and of that how much of the loose memory is whole."""
@@ -736,7 +757,7 @@ class Compactor:
             if purpose is not None and (began := self._loose.get(str(purpose), 0)):
                 part = min(0.99, max(0.0, 1 - reading.loose(purpose) / began))
             return min(1.0, (3 - len(left) + part) / 3)
-        settled, _ = self._counted
+        settled = self._before.settled
         planned = self.mover.outcomes.planned - settled
         if self._order is None or not planned:
             return 0.0

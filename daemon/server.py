@@ -866,6 +866,9 @@ class Server:
             raise BadRequest(str(error)) from None
         if name == "log_level":
             logs.set_level(value)
+        if name == "compaction":
+            for compactor in self.compactors.values():
+                compactor.set_again()
         log.info("setting_changed", name=name, value=value)
         self._settings_changed()
 
@@ -887,6 +890,9 @@ class Server:
         self.settings = msgspec.structs.replace(self.settings, **taken)
         if "log_level" in taken:
             logs.set_level(settings.log_level)
+        if "compaction" in taken:
+            for compactor in self.compactors.values():
+                compactor.set_again()
         self._settings_changed()
         log.info("reloaded", changed=taken, needs_restart=[name for name in changed if name not in taken])
 

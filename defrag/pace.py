@@ -38,6 +38,8 @@ GAIN_LEAST: Final = 0.01
 REST_FIRST: Final = 1.0
 REST_LAST: Final = 300.0
 """Seconds between passes that bring nothing: from, to, doubled each time."""
+REST_MISSED: Final = 11.0
+"""... from, where its moves found no gap: until then the planner leaves their blocks alone."""
 GROWN: Final = 1.25
 """Times as much loose memory as when a rest began ends it early."""
 JOIN_SECONDS: Final = 5.0
@@ -95,13 +97,15 @@ class Order(msgspec.Struct, frozen=True, gc=False):
 class _Pass:
     """One purpose's hysteresis and rest."""
 
-    __slots__ = ("began", "going", "judged", "loose", "moved", "rest", "tick", "until")
+    __slots__ = ("began", "going", "judged", "loose", "missed", "moved", "rest", "tick", "until", "why")
 
     def __init__(self) -> None:
         self.going = False
         self.began = 0  # loose memory at the pass's begin
         self.judged = 0  # ... and when the pass was last asked what it brings
         self.moved = 0  # tokens since then
+        self.missed = 0  # moves of the pass that could not begin, or found no gap
+        self.why = "brought little"
         self.loose = 0  # loose memory when the rest began
         self.rest = 0.0  # its length
         self.tick = -1  # of the pool, when a pass ended that brought little
@@ -176,7 +180,7 @@ class Pace:
             if rules.mode == "off":
                 self.reason = "switched off"
                 return None
-        self.reason = "settled"
+        self.reason = "what is free lies together"
         for purpose, each in ((Purpose.FREE_BLOCKS, self._free), (Purpose.RUN, self._runs)):
             if self._starts(reading, purpose, each, now, look=look):
                 return Order(purpose, rules.run_blocks)
@@ -209,10 +213,10 @@ class Pace:
         if share <= rules.start or loose < least:
             return False
         if each.tick == reading.tick:
-            self.reason = f"nothing has changed since a pass for {what} brought little"
+            self.reason = f"at rest: nothing has changed since the last pass for {what}"
             return False
         if now < each.until and loose < GROWN * each.loose:
-            self.reason = f"backed off for {each.until - now:.1f} s: the last pass for {what} brought little"
+            self.reason = f"for {each.until - now:.1f} s: the last pass for {what} {each.why}"
             return False
         if not look:
             each.going = True
@@ -254,12 +258,13 @@ class Pace:
         else:
             self._end(each, reading.loose(order.purpose), reading, now)
 
-    def moved(self, order: Order, tokens: int, reading: Reading, now: float) -> None:
-        """So many tokens of a plan for `order` have found new places."""
+    def moved(self, order: Order, tokens: int, reading: Reading, now: float, *, missed: int = 0) -> None:
+        """So many tokens of a plan for `order` have found new places; so many moves could not begin or found no gap."""
         if order.ticket:
             return
         each = self._pass(order.purpose)
         each.moved += tokens
+        each.missed += missed
         if order.purpose is Purpose.JOIN or self.once or not each.going:
             return
         if each.moved >= max(reading.free, reading.block_size):
@@ -275,13 +280,18 @@ class Pace:
         self.passes += 1
         each.going = False
         each.loose = loose
+        each.tick = -1
         if little or each.began - loose < GAIN_LEAST * max(each.began, 1):
             self.rests += 1
-            each.rest = min(max(REST_FIRST, 2 * each.rest), REST_LAST)
-            each.tick = reading.tick
+            # Moves that found no gap would have brought something: they are tried again though nobody used the pool.
+            first = REST_MISSED if each.missed else REST_FIRST
+            each.rest = min(max(first, 2 * each.rest), REST_LAST)
+            if not each.missed:
+                each.tick = reading.tick
         else:
             each.rest = REST_FIRST
-            each.tick = -1
+        each.why = "found no gap" if each.missed else "brought little"
+        each.missed = 0
         each.until = now + each.rest
 
     def _pass(self, purpose: Purpose) -> _Pass:

@@ -93,6 +93,61 @@ def test_it_is_switched_off_and_on_while_running() -> None:
         painter.sound()
 
 
+def test_the_last_word_counts(quiet: Running) -> None:
+    """`start` and `stop` hold until the setting is set again, be it to what it was; status says whose word it is."""
+    with Painter(quiet.socket) as painter:
+
+        def set_to(value: str) -> None:
+            painter.call(messages.SetConfig, "compaction", value)
+
+        set_to("off")
+        assert "setting" in painter.defrag().reason
+        started = painter.defrag("start")
+        assert (started.mode, started.state) == ("idle", "planning")
+        assert "the setting is off" in started.reason
+        set_to("off")
+        told = painter.defrag()
+        assert (told.mode, told.state) == ("off", "off")
+        scatter(painter)
+        before = painter.defrag().published
+        time.sleep(1.2)
+        assert painter.defrag().published == before
+        set_to("idle")
+        stopped = painter.defrag("stop")
+        assert (stopped.mode, stopped.reason) == ("off", "by `defrag stop`")
+        set_to("idle")
+        assert painter.defrag().mode == "idle"
+        set_to("off")
+
+
+def test_blocks_given_are_those_that_are_there(quiet: Running) -> None:
+    """Taken and given back together: in a pool that nobody else uses it is the change of what is wholly free."""
+    with Painter(quiet.socket) as painter, Painter(quiet.socket, movable=True, append="chain") as reader:
+        kept = scatter(painter, keep=0.3)
+        reader.step()
+        held = [begun for each in kept[::4] if (begun := reader.begin(each + tokens(1, 7))) is not None]
+
+        def free() -> int:
+            count = painter.call(messages.Inspect, "pools").rows[0]["blocks_free"]
+            assert isinstance(count, int)
+            return count
+
+        blocks, given = free(), painter.defrag().blocks_given
+        reader.begin_step()
+        painter.defrag("once")
+        told = until_rest(painter)
+        assert free() - blocks == told.blocks_given - given > 0
+        moved = reader.moved()
+        reader.end_step()
+        if moved:
+            reader.begin_step(moved[-1].epoch)
+            reader.end_step()
+            wait(lambda: painter.defrag().retired_tokens == 0)
+        assert free() - blocks == painter.defrag().blocks_given - given
+        for number, _ in held:
+            reader.call(messages.Free, number)
+
+
 def test_readers_that_do_not_follow_keep_their_place(quiet: Running) -> None:
     """What a session reads that is not movable stays where it is, whatever else is moved around it."""
     with Painter(quiet.socket) as painter, Painter(quiet.socket) as reader:

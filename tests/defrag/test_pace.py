@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -110,6 +111,31 @@ def test_without_use_of_the_pool_moves_end() -> None:
             orders += 1
             pace.planned(order, 0, reading, float(second))
     assert orders == 3  # one for each purpose
+
+
+def test_moves_that_found_no_gap_are_tried_again_though_nobody_uses_the_pool() -> None:
+    """A pass that brought nothing for want of a gap ends in a rest, longer each time, and not for good."""
+    pace = Pace(Rules())
+    reading = seen(blocks=0.5, tick=7)
+    begun = []
+    now = 0.0
+    while now < 400.0:
+        order = pace.order(reading, now)
+        if order is None:
+            now += 0.5
+            continue
+        begun.append(now)
+        pace.planned(order, 10, reading, now)
+        pace.moved(order, 0, reading, now, missed=10)
+        pace.planned(given(pace.order(reading, now)), 0, reading, now)
+        assert pace.order(reading, now) is None
+        assert "found no gap" in pace.reason
+    rests = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    assert rests == [11.0, 22.0, 44.0, 88.0, 176.0]
+    # Once its moves find gaps and it brings nothing all the same, that was the last one.
+    pace.planned(given(pace.order(reading, 1000.0)), 0, reading, 1000.0)
+    assert pace.order(reading, 100_000.0) is None
+    assert "at rest" in pace.reason
 
 
 def test_a_pass_that_moves_much_and_brings_nothing_is_broken_off() -> None:
