@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kvslot.api.client import Control
 from kvslot.benchmarks.report import Document, Result, check_groups, meta, result
 from kvslot.benchmarks.rig import Daemon, Peer, inspect
 from kvslot.benchmarks.rpc import Progress
@@ -25,6 +26,9 @@ NODES_QUICK: Final = 10_000
 TOKENS: Final = 512
 SPARE: Final = 1.05
 """Slots for each token that is cached: nothing is evicted, watermark and headroom included."""
+
+
+POLL_S: Final = 0.02
 
 
 class Resident(NamedTuple):
@@ -69,6 +73,14 @@ def measure(nodes: int, folder: Path, report: Progress) -> list[Result]:
         took = time.monotonic() - began
         pool = inspect(daemon.socket, "pools")[0]
         full = resident(daemon.pid)
+        report("with compaction at work", 1.0)
+        with Control(str(daemon.socket)) as control:
+            told = control.defrag("once")[0]
+            while told.once:
+                time.sleep(POLL_S)
+                told = control.defrag("status")[0]
+        # Its planner listens for some seconds more.
+        moving = resident(daemon.pid)
     cached = pool["cached"]
     note = (
         f"{pool['nodes']:,} nodes, {cached:,} tokens cached in {took:.1f} s; the pool's own pages: "
@@ -92,6 +104,9 @@ def measure(nodes: int, folder: Path, report: Progress) -> list[Result]:
                what="what caching added, by cached token", suite="memory"),
         result("grown_bytes_per_node", (full.own - empty.own) / pool["nodes"] - 4 * cached / pool["nodes"], unit="B",
                what="the same by node, tokens left out", suite="memory"),
+        result("compaction_mib", mib(moving.own - full.own), unit="MiB", suite="memory",
+               what="what compaction takes beside that while it has something to do",
+               note=f"{(moving.own - full.own) / pool['blocks']:.1f} bytes a block"),
     ]  # fmt: skip
 
 
