@@ -26,7 +26,7 @@ import pwd
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -77,7 +77,7 @@ class Rule(msgspec.Struct, frozen=True):
                 return f"{what} {_number_text(self.low)} to {_number_text(self.high)}{unit}"
             case "size":
                 low = f"{self.low:.0f}" if self.low < 1024 else size_text(int(self.low))
-                return f'{low} to {size_text(int(self.high))}, in bytes or as "512MiB", "8GiB"'
+                return f"{low} to {size_text(int(self.high))}"
             case "mode":
                 return "permission bits from 0 to 0o777"
             case "users":
@@ -86,6 +86,8 @@ class Rule(msgspec.Struct, frozen=True):
                 return "a list of group ids or names"
             case "layout":
                 return "a table"
+            case "path":
+                return "a path"
             case _:
                 return f"text of up to {self.high:.0f} characters"
 
@@ -380,16 +382,18 @@ def read(
     if not values.get("socket"):
         values["socket"] = default_socket(environ)
     made = []
+    broken: set[int] = set()
     for index, table in enumerate(pools):
         where = f"pool[{index}]"
+        found = len(problems)
         label = f"pool.{table['name'].value if 'name' in table else 'default'}."
         fields = _convert(table, POOL, f"{where} ", origins, label, problems)
+        if len(problems) > found:
+            broken.add(index)
         made.append(PoolSettings(**fields))
-    if not problems:
-        _check_pools(made, pools, problems)
+    _check_pools(made, pools, broken, problems)
     settings = Settings(**values, pools=tuple(made))
-    if not problems:
-        _check_settings(settings, given, problems)
+    _check_settings(settings, given, set(given) - set(values), problems)
     if problems:
         raise ConfigError(problems)
     return Effective(settings, origins)
@@ -505,16 +509,36 @@ def changed(settings: Settings, name: str, value: str) -> Settings:
     Raises ConfigError.  Whether it can be changed while running is for the caller to say.
     """
     if name not in SETTINGS:
-        raise ConfigError([f"{name} is not a setting{_near(name, SETTINGS)}"])
+        raise ConfigError([f"{name} {_unknown(name, SETTINGS)}"])
     problems: list[str] = []
     given = {name: Value(value, "change", Path.cwd())}
     values = _convert(given, SETTINGS, "", {}, "", problems)
     after = msgspec.structs.replace(settings, **values)
     if not problems:
-        _check_settings(after, given, problems)
+        _check_settings(after, given, set(), problems)
     if problems:
         raise ConfigError([each.removeprefix("change: ") for each in problems])
     return after
+
+
+def check_changeable(name: str) -> None:
+    """Raises ConfigError for a setting that only a start of the daemon takes, with what to do instead.
+
+    What is no setting at all is for `changed` to refuse.
+    """
+    if name in POOL and name not in SETTINGS:
+        raise ConfigError(
+            [
+                f"{name} is a setting of a pool, which is made once: set it in the file, and start the daemon anew"
+            ]
+        )
+    if name in SETTINGS and name not in CHANGEABLE:
+        raise ConfigError(
+            [
+                f"{name} cannot be changed while the daemon runs: set it in the file, or as {PREFIX}{name.upper()}, "
+                f"and start the daemon anew; these can be changed: {', '.join(CHANGEABLE)}"
+            ]
+        )
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -548,14 +572,15 @@ def _convert(
         rule = rules.get(key)
         at = f"{source}: {where}{key}"
         if rule is None:
-            problems.append(f"{at} is not a setting{_near(key, rules)}")
+            problems.append(f"{at} {_unknown(key, rules)}")
             continue
         try:
             values[key] = _value(rule, value, base, at)
         except _Wrong as wrong:
             shown = _shown(value)
+            as_text = ', in bytes or as "512MiB", "8GiB"' if rule.kind == "size" else ""
             problems.append(
-                f"{at} = {shown}: {wrong.reason or 'not allowed'}; allowed: {rule.allowed()}{wrong.remedy}"
+                f"{at} = {shown}: {wrong.reason or 'not allowed'}; allowed: {rule.allowed()}{as_text}{wrong.remedy}"
             )
             continue
         except ConfigError as error:
@@ -620,7 +645,7 @@ def _value(rule: Rule, value: object, base: Path, at: str) -> object:
             if not isinstance(value, str):
                 raise _Wrong("no text", "put it in quotes")
             if len(value) > rule.high:
-                raise _Wrong(f"{len(value)} characters")
+                raise _Wrong(f"{len(value)} characters, and {rule.high:.0f} are the most")
             if "\0" in value or (rule.kind == "text" and not value.isprintable()):
                 raise _Wrong("has characters that cannot be shown")
             return str(base / Path(value).expanduser()) if rule.kind == "path" and value else value
@@ -672,7 +697,7 @@ def parse_size(value: object) -> int:
         return value
     found = _SIZE.fullmatch(value)
     if found is None or (found[3] and not found[2]):
-        raise _Wrong("no size", 'write a number of bytes, or "512MiB", "8GiB"')
+        raise _Wrong("no size")
     power = " kmgt".index(found[2].lower() or " ")
     # "8G" is what people write for 8 GiB; only "8GB" says 1000s outright.
     unit = 1000 if found[4] and not found[3] else 1024
@@ -715,8 +740,10 @@ def _ids(value: object, look_up: Callable[[str], int], what: str) -> tuple[int, 
     return tuple(found)
 
 
-def _check_settings(settings: Settings, given: Mapping[str, Value], problems: list[str]) -> None:
-    """What concerns more than one value, or the machine."""
+def _check_settings(
+    settings: Settings, given: Mapping[str, Value], wrong: Set[str], problems: list[str]
+) -> None:
+    """What concerns more than one value, or the machine.  Of those in `wrong` a problem has been told already."""
     length = len(os.fsencode(settings.socket))
     if length > SOCKET_PATH_MAX:
         source = given["socket"].where if "socket" in given else "default"
@@ -724,7 +751,9 @@ def _check_settings(settings: Settings, given: Mapping[str, Value], problems: li
             f"{source}: socket = {settings.socket!r}: {length} bytes, and the kernel takes paths of up to "
             f"{SOCKET_PATH_MAX} here; choose a shorter one"
         )
-    if settings.compaction_stop > settings.compaction_start:
+    if settings.compaction_stop > settings.compaction_start and not (
+        wrong & {"compaction_start", "compaction_stop"}
+    ):
         name = "compaction_stop" if "compaction_stop" in given else "compaction_start"
         source = given[name].where if name in given else "default"
         problems.append(
@@ -749,9 +778,15 @@ def group_id(name: str) -> int:
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def _check_pools(made: list[PoolSettings], given: list[dict[str, Value]], problems: list[str]) -> None:
+def _check_pools(
+    made: list[PoolSettings], given: list[dict[str, Value]], broken: Set[int], problems: list[str]
+) -> None:
+    """What concerns more than one value of a pool; nothing of those in `broken`, where values are missing."""
     names: set[str] = set()
     for index, (pool, table) in enumerate(zip(made, given, strict=True)):
+        if index in broken:
+            continue
+        found = len(problems)
         source = next((each.where for each in table.values()), "default")
         at = f"{source}: pool[{index}] {pool.name!r}"
         if not _NAME.fullmatch(pool.name):
@@ -768,7 +803,7 @@ def _check_pools(made: list[PoolSettings], given: list[dict[str, Value]], proble
         if len(said) != 1:
             which = f"{' and '.join(said)} are given" if said else "what a slot holds is not given"
             problems.append(f"{at}: {which}; write one of model_config, layout, opaque_block_bytes")
-        if problems:
+        if len(problems) > found:
             continue
         try:
             pool_config(pool, pool_layout(pool))
@@ -963,10 +998,7 @@ def documentation() -> list[str]:
             value = defaults[key]
             known = value is not None and value != "" and not (value == 0 and rule.low > 0)
             default = f"`{_text(value, rule)}`" if known else ""
-            allowed = rule.allowed().partition(", in bytes")[0]
-            if rule.kind in ("text", "path", "layout", "users", "groups"):
-                allowed = {"users": "ids or names", "groups": "ids or names"}.get(rule.kind, rule.kind)
-            rows.append(f"| `{key}` | {default} | {allowed.replace('_', '')} | {rule.text} |")
+            rows.append(f"| `{key}` | {default} | {rule.allowed()} | {rule.text} |")
     return rows
 
 
@@ -983,6 +1015,8 @@ def _text(value: object, rule: Rule) -> str:
             return f"0o{value:o}"
         case int() if rule.kind == "size" and value and value % (1 << 20) == 0:
             return f'"{value >> 30}GiB"' if value % (1 << 30) == 0 else f'"{value >> 20}MiB"'
+        case int() if rule.kind == "size" and value and value % (1 << 10) == 0:
+            return f'"{value >> 10}KiB"'
         case int() | float():
             return f"{value}"
         case LayoutTable():
@@ -1000,17 +1034,18 @@ def _json(value: object) -> str:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _near(key: str, rules: Mapping[str, Rule]) -> str:
+def _unknown(key: str, rules: Mapping[str, Rule]) -> str:
+    """What is to be said of a name that is none of these settings."""
     if rules is SETTINGS and key in POOL:
-        return ": it belongs to a pool; put it below [[pool]]"
+        return "is a setting of a pool: put it below [[pool]]"
     if rules is POOL and key in SETTINGS:
-        return ": it is no setting of a pool; put it above the first [[pool]]"
+        return "is a setting of the daemon, for all pools: put it above the first [[pool]]"
     if rules is SETTINGS and key == "pools":
-        return ": write [[pool]] for each pool"
+        return "is not a setting: write [[pool]] for each pool"
     near = difflib.get_close_matches(key, list(rules), 3, 0.6)
     if near:
-        return ": did you mean " + " or ".join(near) + "?"
-    return f"; those there are: {', '.join(rules)}"
+        return f"is not a setting: did you mean {' or '.join(near)}?"
+    return f"is not a setting; those there are: {', '.join(rules)}"
 
 
 def _shown(value: object) -> str:
@@ -1019,7 +1054,7 @@ def _shown(value: object) -> str:
 
 
 def _number_text(number: float) -> str:
-    return f"{int(number):,}".replace(",", "_") if number == int(number) else f"{number:g}"
+    return f"{int(number)}" if number == int(number) else f"{number:g}"
 
 
 __all__ = [
@@ -1032,6 +1067,7 @@ __all__ = [
     "Rule",
     "Settings",
     "changed",
+    "check_changeable",
     "check_memory",
     "default_socket",
     "documentation",

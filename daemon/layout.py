@@ -178,8 +178,13 @@ def plain(
         if scales and _is_fp8(name):
             planes += [_plane(f"{layer}.{part}.scale", "float32", (count,)) for part, _ in parts]
     shown = str(heads[0]) if len(set(heads)) == 1 else "various"
-    said = model or f"{layers} layers of {shown} KV heads of {head_dim}"
+    several = "" if heads[0] == 1 and len(set(heads)) == 1 else "s"
+    said = model or f"{_layers(layers)} of {shown} KV head{several} of {head_dim}"
     return _checked(Layout("token", tuple(planes), f"{said}, {name}", windowed))
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'' if number == 1 else 's'}"
 
 
 def latent(
@@ -194,7 +199,7 @@ def latent(
         planes.append(_plane(f"{layer}.kv", name, (width,)))
         if scales and _is_fp8(name):
             planes.append(_plane(f"{layer}.kv.scale", "float32", (1,)))
-    said = model or f"{layers} layers of a latent of {width}"
+    said = model or f"{_layers(layers)} of a latent of {width}"
     return _checked(Layout("token", tuple(planes), f"{said}, {name}", windowed))
 
 
@@ -208,7 +213,7 @@ def opaque(block_bytes: int, block_size: int) -> Layout:
             f"opaque_block_bytes = {block_bytes} is no multiple of block_size = {block_size}: "
             f"round it up to {(width + 1) * block_size}"
         )
-    said = f"opaque blocks of {block_bytes} bytes"
+    said = f"opaque blocks of {block_bytes} byte{'' if block_bytes == 1 else 's'}"
     return Layout("opaque", (_plane("blocks", "uint8", (width,)),), said, block_size=block_size)
 
 

@@ -76,14 +76,30 @@ class Parser(argparse.ArgumentParser):
             wrong = next((word for word in words if word.startswith("-")), words[0])
             name, equals, value = wrong.partition("=")
             options = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(name, options, 1, 0.6) if name.startswith("-") else []
-            message = (
-                f"there is no option {name}"
-                if name.startswith("-")
-                else f"{wrong!r} is one argument too many"
-            )
-            message += f"; did you mean {near[0]}{equals}{value}?" if near else ""
+            if name.startswith("-"):
+                near = difflib.get_close_matches(name, options, 1, 0.6)
+                hint = _setting(name) or (f"; did you mean {near[0]}{equals}{value}?" if near else "")
+                message = f"there is no option {name}{hint}"
+            else:
+                message = f"{wrong!r} is one argument too many"
         self.exit(CONFIG, f"{self.prog}: {message}\nSee {self.prog} --help\n")
+
+
+def _setting(option: str) -> str:
+    """Where a setting without a flag is set, if that is what was meant: settings have flags only where they are common."""
+    from kvslot.daemon import config
+
+    name = option.removeprefix("--").replace("-", "_")
+    known = {each: config.PREFIX + each.upper() for each in config.SETTINGS}
+    known |= {f"pool_{each}": config.POOL_PREFIX + each.upper() for each in config.POOL}
+    known |= {each: config.POOL_PREFIX + each.upper() for each in config.POOL if each not in config.SETTINGS}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        flags = [config.flag_of(each) for each in _SETTING_FLAGS]
+        if not near or difflib.get_close_matches(option, flags, 1, 0.85):
+            return ""
+        name = near[0]
+    return f"; {name.removeprefix('pool_')} is a setting: write it in the file, or set {known[name]} in the environment"
 
 
 class Suggested(tuple[str, ...]):

@@ -15,7 +15,6 @@ fault: the process says so and ends, and the kernel takes back what it held.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import os
 import resource
@@ -854,16 +853,13 @@ class Server:
 
     def set_config(self, name: str, value: str) -> None:
         """Changes what may be changed while running, for as long as the process runs."""
-        if name not in CHANGEABLE:
-            near = difflib.get_close_matches(name, CHANGEABLE, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise BadRequest(
-                f"{name!r} cannot be changed while running{hint}; these can: {', '.join(CHANGEABLE)}"
-            )
         try:
+            config.check_changeable(name)
             self.settings = config.changed(self.settings, name, value)
         except config.ConfigError as error:
-            raise BadRequest(str(error)) from None
+            raise (BadRequest if name in config.SETTINGS or name in config.POOL else NotFound)(
+                str(error)
+            ) from None
         if name == "log_level":
             logs.set_level(value)
         if name == "compaction":

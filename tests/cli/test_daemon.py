@@ -179,10 +179,9 @@ def test_settings_latency_and_a_drain_of_a_real_daemon(capsys: pytest.CaptureFix
         assert (rows["drain_seconds"]["value"], rows["drain_seconds"]["changeable"]) == (30.0, True)
         assert not rows["sessions_max"]["changeable"]
         assert "did you mean" in told(capsys, daemon, "set", "drain_secs", "30", code=2)
-        assert "drain_seconds" in told(capsys, daemon, "set", "sessions_max", "30", code=2)
-        assert "allowed: from 0 to 3_600 seconds" in told(
-            capsys, daemon, "set", "drain_seconds", "-1", code=2
-        )
+        assert "start the daemon anew" in told(capsys, daemon, "set", "sessions_max", "30", code=2)
+        assert "nope is not a setting; those there are: " in told(capsys, daemon, "set", "nope", "1", code=2)
+        assert "allowed: from 0 to 3600 seconds" in told(capsys, daemon, "set", "drain_seconds", "-1", code=2)
         counts = {row["verb"]: row["count"] for row in document(capsys, daemon, "latency")["rows"]}
         assert counts["Allocate"] == counts["Hello"] == 1
         assert "nobody waits" in told(capsys, daemon, "tickets")

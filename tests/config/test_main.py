@@ -123,6 +123,16 @@ def test_what_the_demo_sets_comes_from_the_demo() -> None:
     [
         (["--bogus"], "there is no option --bogus"),
         (["--log-levl=debug"], "there is no option --log-levl; did you mean --log-level=debug?"),
+        (
+            ["--compaction", "off"],
+            "there is no option --compaction; compaction is a setting: write it in the file, or set KVSLOT_COMPACTION "
+            "in the environment",
+        ),
+        (
+            ["--pool-quota=4"],
+            "there is no option --pool-quota; quota is a setting: write it in the file, or set KVSLOT_POOL_QUOTA in "
+            "the environment",
+        ),
         (["--demo", "serve"], "'serve' is one argument too many"),
         (["--config"], "argument --config: expected one argument"),
     ],

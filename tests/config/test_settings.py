@@ -194,17 +194,17 @@ def test_modes_and_owners(tmp_path: Path) -> None:
     ("line", "wanted"),
     [
         ("sesions_max = 4", "sesions_max is not a setting: did you mean sessions_max"),
-        ("block_size = 4", "block_size is not a setting: it belongs to a pool; put it below [[pool]]"),
+        ("block_size = 4", "block_size is a setting of a pool: put it below [[pool]]"),
         ("pools = 4", "pools is not a setting: write [[pool]] for each pool"),
         ("zzz = 4", "zzz is not a setting; those there are: socket, "),
         (
             "sessions_max = 0",
-            "sessions_max = 0: out of range; allowed: whole numbers from 1 to 65_536 sessions",
+            "sessions_max = 0: out of range; allowed: whole numbers from 1 to 65536 sessions",
         ),
         ("sessions_max = 4.5", "sessions_max = 4.5: no whole number; allowed: "),
         ("sessions_max = true", "sessions_max = True: no whole number; allowed: "),
         ('sessions_max = "many"', "sessions_max = 'many': no whole number; allowed: "),
-        ("stall_seconds = -1", "stall_seconds = -1: out of range; allowed: from 0.01 to 3_600 seconds"),
+        ("stall_seconds = -1", "stall_seconds = -1: out of range; allowed: from 0.01 to 3600 seconds"),
         ("stall_seconds = nan", "stall_seconds = nan: out of range; allowed: "),
         ("stall_seconds = inf", "stall_seconds = inf: out of range; allowed: "),
         ('prefault = "maybe"', "prefault = 'maybe': neither true nor false; allowed: true or false"),
@@ -215,7 +215,7 @@ def test_modes_and_owners(tmp_path: Path) -> None:
         ('frame_bytes = "8XB"', "frame_bytes = '8XB': no size; allowed: 4 KiB to 256 MiB, in bytes or as "),
         ("frame_bytes = 1.5", "frame_bytes = 1.5: no size; allowed: "),
         ("frame_bytes = 1", "frame_bytes = 1: out of range; allowed: 4 KiB to 256 MiB"),
-        ("socket = 4", "socket = 4: no text; allowed: text of up to 4096 characters; put it in quotes"),
+        ("socket = 4", "socket = 4: no text; allowed: a path; put it in quotes"),
         ("socket_mode = 660", "permission bits are octal: write 0o660"),
         ("socket_mode = 0o1777", "socket_mode = 1023: out of range"),
         ("socket_mode = 0o060", "the daemon's own user could not connect"),
@@ -245,7 +245,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, line: str, wanted: str) -> None:
         (f"blocks = 2\nblock_size = 1\n{LAYOUT}", "blocks = 2: a pool needs 3, padding included"),
         (f"blocks = 2147483647\n{LAYOUT}", "kernels address fewer than 2^31"),
         (f"blocks = 9\nblock_sise = 3\n{LAYOUT}", "block_sise is not a setting: did you mean block_size"),
-        (f"blocks = 9\nsocket = 's'\n{LAYOUT}", "it is no setting of a pool; put it above the first [[pool]]"),
+        (f"blocks = 9\nsocket = 's'\n{LAYOUT}", "pool[0] socket is a setting of the daemon, for all pools: put it"),
         (f"blocks = 9\nname = 'a/b'\n{LAYOUT}", "name: letters, digits, '.', '_' and '-' are allowed"),
         (f"blocks = 9\n{LAYOUT}\n[[pool]]\nblocks = 9\n{LAYOUT}", "pool[1] 'default': name: another pool is called so"),
         ("blocks = 9\nlayout = 5", "pool[0] layout = 5: no table; allowed: a table; write layout = { layers"),
@@ -399,16 +399,46 @@ def test_dump_says_the_same_again(tmp_path: Path) -> None:
     assert str(tmp_path / "kvslot.toml") in shown
 
 
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    """What contradicts another value is told beside what is wrong by itself; nothing is told of what is missing for that."""
+    found = problems(
+        tmp_path,
+        "sessions_max = 0\ncompaction_stop = 0.5\n"
+        f"[[pool]]\nname = 'a'\nsize = 1\n{LAYOUT}\n[[pool]]\nname = 'b'\n{LAYOUT}\n",
+    )
+    for wanted in (
+        "sessions_max = 0: ",
+        "compaction_stop = 0.5 is more than",
+        "pool[0] size = 1",
+        "pool[1] 'b': neither size",
+    ):
+        assert sum(wanted in each for each in found) == 1, wanted
+    assert len(found) == 4
+    (alone,) = problems(tmp_path, "compaction_start = 7\ncompaction_stop = 0.5\n")
+    assert "compaction_start = 7: out of range" in alone
+
+
 def test_changed() -> None:
     """One setting can be changed by text, under its rule."""
     settings = load(None, {})
     assert changed(settings, "stall_seconds", "2.5") == msgspec.structs.replace(settings, stall_seconds=2.5)
     with pytest.raises(
-        ConfigError, match=r"^stall_seconds = '-1': out of range; allowed: from 0\.01 to 3_600"
+        ConfigError, match=r"^stall_seconds = '-1': out of range; allowed: from 0\.01 to 3600"
     ):
         changed(settings, "stall_seconds", "-1")
     with pytest.raises(ConfigError, match="did you mean stall_seconds"):
         changed(settings, "stal_seconds", "1")
+    config.check_changeable("stall_seconds")
+    for name, wanted in (
+        (
+            "compaction_chunk_bytes",
+            r"KVSLOT_COMPACTION_CHUNK_BYTES, and start the daemon anew; these can be changed: log_l",
+        ),
+        ("quota", r"^quota is a setting of a pool, which is made once: set it in the file"),
+    ):
+        with pytest.raises(ConfigError, match=wanted) as raised:
+            config.check_changeable(name)
+        assert "did you mean" not in str(raised.value)
 
 
 def test_every_setting_has_a_rule_that_its_default_keeps() -> None:
