@@ -3,7 +3,8 @@
     packing   pieces of which a random half was freed, compacted to rest, see pieces.py
     runs      the same for free memory in runs of 32 blocks, without leases and with a fifth of the nodes leased
     moved     every bundled trace replayed with compaction, then emptied night by night: bytes moved per byte of whole
-              blocks given back, by the planner and by the greedy one
+              blocks given back, by the planner and by two greedy ones (defrag/greedy.py), one that moves whole nodes
+              and one that moves parts; in total, and for as many blocks
     slices    a pool of 1,000,000 blocks: the longest time that the planner takes at a stretch
     gaps      idle time that the predictor uses on recorded and made-up series, see gaps.py
     copies    the device's low-priority copies against memcpy, see copies.py
@@ -58,7 +59,9 @@ HOURS: Final = 72.0
 HOURS_REQUESTS = 150_000
 """Of a trace without a clock in all its hours: it comes at a rate of so many then.  At full load some would be asked
 tens of millions of times."""
-MATCHED: Final = "slotted, as much as greedy"
+BASELINES: Final = {"greedy": "", "greedy_parts": "_parts"}
+"""Planners that are compared with, and what their rows' names have in addition.  The budgets are those of the first."""
+MATCHED: Final = "slotted, as much as another"
 SUITE: Final = "compaction"
 
 Progress = Callable[[str, float], None]
@@ -219,99 +222,116 @@ def trade_for(
         policies.unregister(MATCHED)
 
 
+class Pair(NamedTuple):
+    """The planner and a greedy one on the same trace."""
+
+    ours: Trade
+    greedy: Trade
+
+    @property
+    def ratio(self) -> float:
+        """Of prices; 0 where there is nothing to compare."""
+        if self.ours.given_back <= 0 or self.greedy.given_back <= 0 or not self.greedy.moved:
+            return 0.0
+        return self.ours.price / self.greedy.price
+
+    def __str__(self) -> str:
+        ours, greedy = self
+        return (
+            f"{ours.moved:,} tokens for {ours.given_back:,} slots, "
+            f"greedy {greedy.moved:,} for {greedy.given_back:,}"
+        )
+
+
 def measure_moved(*, quick: bool, seed: int, report: Progress, skipped: dict[str, str]) -> list[Result]:
-    """Both planners on every trace."""
-    found: dict[tuple[str, int], tuple[Trade, Trade]] = {}
-    matched: dict[str, list[tuple[Trade, Trade]]] = {}
+    """The planner and both greedy ones on every trace.
+
+    Where one gives back more blocks than the other its last ones were the dearest.  So both are also compared where
+    each ends, time by time, with as many blocks as the other one has: with the lesser of what the two gave back.
+    """
+    in_total: dict[str, dict[tuple[str, int], Pair]] = {each: {} for each in BASELINES}
+    for_as_much: dict[str, dict[tuple[str, int], Pair]] = {each: {} for each in BASELINES}
     names = [name for name in replay.bundled() if not quick or name in QUICK]
     for nth, trace in enumerate(bundled(quick=quick, skipped=skipped)):
         expander = replay.Expander(trace)
         for at, size in enumerate(BLOCK_SIZES):
             report(f"moved for blocks, {trace.name}, block {size}", (nth + at / 2) / len(names))
             config = sized(trace, size, seed, compaction="forced", purposes=("free_blocks",))
-            ours = trade(config, trace, expander)
-            plain = msgspec.structs.replace(config, planner="greedy")
-            greedy, goals = _trade(plain, trace, expander)
-            found[trace.name, size] = ours, greedy
-            if greedy.given_back > 0:
-                as_much = trade_for(goals, config, trace, expander)
-                matched.setdefault(trace.name, []).append((as_much, greedy))
-    results = []
-    traces: dict[str, list[tuple[Trade, Trade]]] = {}
-    for (name, size), (ours, greedy) in found.items():
-        traces.setdefault(name, []).append((ours, greedy))
-        comparable = ours.given_back > 0 and greedy.given_back > 0 and greedy.moved > 0
+            key = trace.name, size
+            ours, our_rests = _trade(config, trace, expander)
+            for baseline in BASELINES:
+                plain = msgspec.structs.replace(config, planner=baseline)
+                greedy, rests = _trade(plain, trace, expander)
+                in_total[baseline][key] = Pair(ours, greedy)
+                goals = list(map(min, our_rests, rests))
+                if goals[-1] > 0:
+                    for_as_much[baseline][key] = Pair(
+                        trade_for(goals, config, trace, expander), trade_for(goals, plain, trace, expander)
+                    )
+    results: list[Result] = []
+    for baseline, suffix in BASELINES.items():
+        results += _judged("moved_per_given_back", "", baseline, suffix, in_total[baseline])
+        results += _judged(
+            "moved_for_as_much", ", for as many blocks", baseline, suffix, for_as_much[baseline]
+        )
+    for (name, size), pair in in_total["greedy"].items():
         results.append(
             row(
                 f"moved_per_given_back_{name}_{size}",
-                ours.price / greedy.price if comparable else 0.0,
+                pair.ratio,
                 unit="x",
                 what=f"bytes moved per byte of whole blocks given back, blocks of {size}",
                 ratio_to="greedy",
-                note=f"{ours.moved:,} tokens for {ours.given_back:,} slots, greedy {greedy.moved:,} for "
-                f"{greedy.given_back:,}" + ("" if comparable else "; nothing to compare"),
+                note=str(pair) + ("" if pair.ratio else "; nothing to compare"),
             )
         )
-    judged: dict[str, float] = {}
-    for name, pairs in traces.items():
-        ours, greedy = _together(pairs)
-        if greedy.given_back > 0 and greedy.moved:
-            judged[name] = ours.price / greedy.price
-    ours, greedy = _together(list(found.values()))
-    worst = max(judged, key=lambda name: judged[name])
-    return [
-        row(
-            "moved_per_given_back_worst",
-            judged[worst],
-            len(judged),
-            f"worst: {worst}; of {len(traces)} traces, blocks of {' and '.join(map(str, BLOCK_SIZES))} together",
-        ),
-        row(
-            "moved_per_given_back",
-            ours.price / greedy.price,
-            len(found),
-            f"{ours.price:.3f} bytes a byte, greedy {greedy.price:.3f}; "
-            f"{ours.given_back:,} slots given back, greedy {greedy.given_back:,}",
-        ),
-        *_matched(matched),
-        *results,
-    ]
+    return results
 
 
-def _matched(found: dict[str, list[tuple[Trade, Trade]]]) -> list[Result]:
-    """What the planner pays where it ends when it has given back as much as the greedy one, time by time."""
-    traces = {name: _together(pairs) for name, pairs in found.items()}
-    prices = {name: ours.price / greedy.price for name, (ours, greedy) in traces.items() if greedy.moved}
-    if not prices:
+def _judged(
+    name: str, words: str, baseline: str, suffix: str, found: dict[tuple[str, int], Pair]
+) -> list[Result]:
+    """The worst trace, and all of them together."""
+    traces: dict[str, list[Pair]] = {}
+    for (trace, _), pair in found.items():
+        traces.setdefault(trace, []).append(pair)
+    ratios = {trace: each.ratio for trace, each in zip(traces, map(_together, traces.values()), strict=True)}
+    if not any(ratios.values()):
         return []
-    worst = max(prices, key=lambda name: prices[name])
-    ours, greedy = _together(list(traces.values()))
+    worst = max(ratios, key=lambda trace: ratios[trace])
+    above = ", ".join(
+        f"{trace} {ratio:.2f}" for trace, ratio in ratios.items() if ratio > 1 and trace != worst
+    )
+    both = _together(list(found.values()))
+    what = f"bytes moved per byte of whole blocks given back{words}"
+    sizes = " and ".join(map(str, BLOCK_SIZES))
+    told: dict[str, str] = {"unit": "x", "ratio_to": baseline.replace("_", " ")}
+    if (name, suffix) == ("moved_per_given_back", ""):
+        told = {}  # budgets, which have their words
     return [
         row(
-            "moved_for_as_much_worst",
-            prices[worst],
-            len(prices),
-            f"worst: {worst}; what is given back beyond that costs more, block by block",
-            unit="x",
-            what="as moved_per_given_back_worst, the planner ending each time where the greedy one has",
-            ratio_to="greedy",
+            f"{name}{suffix}_worst",
+            ratios[worst],
+            sum(ratio > 0 for ratio in ratios.values()),
+            f"worst: {worst} ({_together(traces[worst])}); "
+            + (f"others above 1: {above}; " if above else "no other above 1; ")
+            + f"of {len(traces)} traces, blocks of {sizes} together",
+            **(told and {**told, "what": f"{what}, worst trace"}),
         ),
         row(
-            "moved_for_as_much",
-            ours.price / greedy.price,
-            len(traces),
-            f"{ours.moved:,} tokens for {ours.given_back:,} slots, greedy {greedy.moved:,} for {greedy.given_back:,}",
-            unit="x",
-            what="the same, over all traces",
-            ratio_to="greedy",
+            f"{name}{suffix}",
+            both.ratio,
+            len(found),
+            f"{both.ours.price:.3f} bytes a byte, greedy {both.greedy.price:.3f}; {both}",
+            **(told and {**told, "what": f"{what}, over all traces"}),
         ),
     ]
 
 
-def _together(pairs: Sequence[tuple[Trade, Trade]]) -> tuple[Trade, Trade]:
+def _together(pairs: Sequence[Pair]) -> Pair:
     """Sums of both sides."""
     ours, greedy = zip(*pairs, strict=True)
-    return Trade(*map(sum, zip(*ours, strict=True))), Trade(*map(sum, zip(*greedy, strict=True)))
+    return Pair(Trade(*map(sum, zip(*ours, strict=True))), Trade(*map(sum, zip(*greedy, strict=True))))
 
 
 def measure_slices(size: Size, cost: int, report: Progress) -> list[Result]:

@@ -1,7 +1,10 @@
-"""The plain planner: the nodes of the emptiest block go, whole, to the best-fitting free runs, again and again.
+"""The plain planners: what stands in the emptiest block goes to the best-fitting free runs, again and again.
 
-What is commonly done, and the measure for the planner that does better.  It moves a node of many blocks for the sake of
-one, and some nodes twice, since the block that they go to may be the next to be emptied.
+    greedy         nodes go whole, as is commonly done: one of many blocks is moved for the sake of one of them
+    greedy parts   of each node only what stands in the block goes; it goes on until nothing fits any more
+
+The measures for the planner that does better.  Both move some tokens twice, since the block that they go to may be the
+next to be emptied, and neither minds in how many pieces a node comes to lie.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 EACH = 64  # runs looked at for one that takes up no wholly free block
 BACK_OFF = 10.0  # seconds for which a block that could not be emptied is left alone
+
+Content = tuple[int, int, int, list[int]]
+"""A node, the first of its tokens that go, how many, and where they stand."""
 
 
 class Greedy:
@@ -66,7 +72,7 @@ class Greedy:
         return plan
 
     def _empty(self, block: int, moving: set[int]) -> list[PlannedMove]:
-        pool, index = self.pool, self.index
+        index = self.index
         size = index.size
         nodes = {index.entry_node[entry] for entry in index.entries(block)}
         if nodes & moving or index.used[block] + index.gaps(block)[1] != size:
@@ -76,16 +82,20 @@ class Greedy:
                 return []
         moves: list[PlannedMove] = []
         taken: list[int] = []
-        for node in sorted(nodes, key=lambda node: -pool.tree.length[node]):
-            length = pool.tree.length[node]
+        for node, at, length, source in sorted(self._contents(block, nodes), key=_by_length):
             run = self._fit(length, block * size, (block + 1) * size)
             if run < 0:
                 self._taken.difference_update(taken)
                 return []
             self._taken.add(run)
             taken.append(run)
-            moves.append(PlannedMove(node, 0, length, pool.tree.extents(node), [run, length]))
+            moves.append(PlannedMove(node, at, length, source, [run, length]))
         return moves
+
+    def _contents(self, block: int, nodes: set[int]) -> list[Content]:
+        """What is to go so that `block` is empty."""
+        tree = self.pool.tree
+        return [(node, 0, tree.length[node], tree.extents(node)) for node in nodes]
 
     def _fit(self, n: int, low: int, high: int) -> int:
         """The shortest run of `n` slots, among a few, whose front takes up no wholly free block, out of [low, high)."""
@@ -115,3 +125,24 @@ class Greedy:
                 return best
             c += 1
         return -1
+
+
+class GreedyParts(Greedy):
+    """The same, but that of a node only what stands in the block goes."""
+
+    def _contents(self, block: int, nodes: set[int]) -> list[Content]:
+        low, high = block * self.index.size, (block + 1) * self.index.size
+        found: list[Content] = []
+        for node in nodes:
+            extents = self.pool.tree.extents(node)
+            at = 0
+            for i in range(0, len(extents), 2):
+                slot, stop = max(low, extents[i]), min(high, extents[i] + extents[i + 1])
+                if slot < stop:
+                    found.append((node, at + slot - extents[i], stop - slot, [slot, stop - slot]))
+                at += extents[i + 1]
+        return found
+
+
+def _by_length(content: Content) -> int:
+    return -content[2]

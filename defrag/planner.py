@@ -481,7 +481,7 @@ class Planner:
                 continue
             length = tree.length[node]
             if (
-                len(extents) >> 1 <= SCATTERED * extents_most(length)
+                len(extents) >> 1 <= SCATTERED * extents_most(length, pool.block_size)
                 or length > longest
                 or length > EXTENT_WORTH * ((len(extents) >> 1) - 1)
                 or node in self._joined

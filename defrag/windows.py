@@ -38,12 +38,14 @@ _ZERO = np.zeros(1, dtype=np.int64)
 SPARE = 8  # cuts that what goes from a window may always have, one for CUT_LEAST tokens of it at the most
 CUT_LEAST = 16
 PART_SHIFT = 14  # slots of a part of the pool whose holes are told apart together, in bits
-CUTS_PER = 128  # tokens of a node for each extent that it may have beyond two
+# Tokens of a node for each extent that it may have beyond two: half a block, so that a table of extents comes to twice
+# as many as one of blocks has; or CUTS_PER, since extents of so many are long enough to be read and copied well.
+CUTS_PER = 128
 
 
-def extents_most(length: int) -> int:
-    """The extents that a node of `length` tokens may come to stand in by moves."""
-    return 2 + length // CUTS_PER
+def extents_most(length: int, size: int) -> int:
+    """The extents that a node of `length` tokens may come to stand in by moves, in blocks of `size` slots."""
+    return 2 + length // min(CUTS_PER, size // 2 + 1)
 
 
 class Piece(msgspec.Struct, gc=False):
@@ -65,7 +67,7 @@ def piece_of(index: Index, node: int, slot: int, end: int, first: int, stop: int
         return None
     extents = tree.extents(node)
     cuts = (slot > first) + (end < stop)
-    spare = extents_most(tree.length[node]) - (len(extents) >> 1) - cuts
+    spare = extents_most(tree.length[node], index.size) - (len(extents) >> 1) - cuts
     if cuts and spare < 0:
         slot, end, spare, cuts = first, stop, spare + cuts, 0
     at = 0

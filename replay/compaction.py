@@ -10,23 +10,29 @@ and the idle time it took is lost, as in life.  Blocks given back are counted ar
 blocks that it takes into use are taken off what the source's death gives.
 
 At rest purposes come in the order in which they pay: whole blocks first, then runs of RUN_BLOCKS blocks for whoever
-needs one, then prefixes that lie in many pieces.  `greedy` is the plain way of the baseline: all pieces of the
-emptiest block go to the best-fitting holes, and nothing else is looked at; it ends with a plan that gave no block back.
+needs one, then prefixes that lie in many pieces.  `greedy` and `greedy_parts` are the plain ways of the baselines (see
+`defrag/greedy.py`): one block after the other, since planned together they would move things into what is emptied next.
+They end where no block can be emptied any more.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from kvslot.allocator import OutOfTurn, Pool
-from kvslot.defrag import RUN_BLOCKS, Greedy, Planner, Plans, Purpose
+from kvslot.defrag import RUN_BLOCKS, Greedy, GreedyParts, Planner, Plans, Purpose
 from kvslot.defrag.pace import Order, Pace, Reading, Rules
 from kvslot.replay.policies.slotted import usable_run
 
 PURPOSES: Final = ("free_blocks", "run", "join")
 """In the order in which they are planned for."""
-PLANNERS: Final = ("planned", "greedy")
+PLANNERS: Final[dict[str, Callable[[Pool], Plans]]] = {
+    "planned": Planner,
+    "greedy": Greedy,
+    "greedy_parts": GreedyParts,
+}
 PLAN_TOKENS: Final = 4096
 """Planned at a time: enough to choose well among, little enough to be still right when its turn comes."""
 REST_TOKENS: Final = 1 << 16
@@ -55,8 +61,8 @@ class Compactor:
             if each not in PURPOSES:
                 raise ValueError(f"purpose is {each!r}; there are {', '.join(PURPOSES)}")
         self.pool = pool
-        self._greedy = planner == "greedy"
-        self.planner: Plans = Planner(pool) if planner == "planned" else Greedy(pool)
+        self._greedy = planner != "planned"
+        self.planner: Plans = PLANNERS[planner](pool)
         self.purposes = [Purpose(each) for each in purposes or PURPOSES]
         self.given_back = 0
         self._at_once = 0
@@ -102,7 +108,8 @@ class Compactor:
         self._drain()
         at = len(self.rests)
         goal = self.goals[at] if at < len(self.goals) else None
-        budget = REST_TOKENS if goal is None else self.pool.block_size
+        # One block at a time where more than was wanted would be given back.
+        budget = 1 if self._greedy or goal is not None else REST_TOKENS
         left = list(self.purposes)
         moved = False
         for _ in range(REST_ROUNDS):

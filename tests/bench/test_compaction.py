@@ -93,7 +93,7 @@ def test_the_bound_is_that_of_the_best_arrangement() -> None:
 
 
 def test_prices_are_compared_on_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both planners see each trace, and a row says what was moved for what."""
+    """All planners see each trace, and a row says what was moved for what, in total and for as many blocks."""
     monkeypatch.setattr(compaction, "QUICK", ("sgd_a",))
     monkeypatch.setattr(compaction, "QUICK_REQUESTS", 150)
     monkeypatch.setattr(compaction, "NIGHTS", (0.6, 0.4))
@@ -102,9 +102,9 @@ def test_prices_are_compared_on_the_same_trace(monkeypatch: pytest.MonkeyPatch) 
         each.name: each
         for each in compaction.measure_moved(quick=True, seed=0, report=quiet, skipped=skipped)
     }
-    assert {"moved_per_given_back", "moved_per_given_back_worst", "moved_per_given_back_sgd_a_16"} <= set(
-        rows
-    )
+    for name in ("moved_per_given_back", "moved_for_as_much"):
+        assert {name, f"{name}_worst", f"{name}_parts", f"{name}_parts_worst"} <= set(rows)
+    assert "moved_per_given_back_sgd_a_16" in rows
     assert rows["moved_per_given_back"].ok is not None
     assert "rest of sgd_a" in skipped
 

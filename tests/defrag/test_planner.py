@@ -358,7 +358,8 @@ def test_the_cheapest_block_is_taken_first_not_the_emptiest() -> None:
     """A block with one token in it, of an extent that must go as a whole, comes after those of four tokens."""
     maker = Maker(60)
     maker.at(64, 5)
-    dear = maker.at(69, 12, 240, 3)  # 11 of them stand in the block before
+    dear = maker.at(69, 12, 240, 1, 242, 1)  # 11 of them stand in the block before
+    maker.at(241, 1)
     for first, n in ((243, 13), (160, 4), (320, 4), (336, 12), (352, 12), (368, 13)):
         maker.at(first, n)
     planner = planner_of(maker.pool)
