@@ -41,20 +41,47 @@ and without a prefix that another process computed, what the client costs, memor
 of its own, under this Python or the one that KVSLOT_HF_PYTHON or KVSLOT_VLLM_PYTHON names. Needs the engine and a
 model."""
 
-EPILOG: Final = f"""\
-examples:
+EXAMPLES: Final = {
+    "core": """\
   kvslotctl bench core --quick                 small pools, a few traces: about two minutes
   kvslotctl bench core --only allocate --only probe
   kvslotctl bench core --json core.json        everything; needs 4 GiB and about a quarter of an hour
   kvslotctl bench core --strict > /dev/null || echo "a budget was missed"
+""",
+    "rpc": """\
   kvslotctl bench rpc --quick                  a small pool and short rounds: under a minute
   kvslotctl bench rpc --only one --only open
+""",
+    "memory": """\
   kvslotctl bench memory                       needs 2 GiB
-  kvslotctl bench compaction                   needs 4 GiB and some twenty minutes
-  kvslotctl bench compaction --only hours      every trace for 72 simulated hours; takes hours
+  kvslotctl bench memory --quick
+""",
+    "compaction": """\
+  kvslotctl bench compaction --quick --only packing    one group, small: seconds
+  kvslotctl bench compaction                           all but hours: needs 4 GiB and five minutes or more
+  kvslotctl bench compaction --only steps --json steps.json
+  kvslotctl bench compaction --only hours              every trace for 72 simulated hours; takes hours
+""",
+    "engines": """\
   kvslotctl bench engines --only hf            needs kvslot[hf]; the model is fetched once
+""",
+}
+"""Of each suite."""
+
+EPILOG: Final = f"""\
+examples:
+  kvslotctl bench core --quick                         small pools, a few traces: about two minutes
+  kvslotctl bench rpc --only one --only open
+  kvslotctl bench memory                               needs 2 GiB
+  kvslotctl bench compaction --quick --only packing    one group, small: seconds
+  kvslotctl bench engines --only hf                    needs kvslot[hf]; the model is fetched once
+  kvslotctl bench SUITE --help                         what a suite measures, its groups, more examples
 
 {_common.EXIT_CODES}"""
+
+
+BESIDE_NAMES: Final = 90
+"""Columns of the table beside its first, so that what was measured is told in a few lines."""
 
 
 def add(subparsers: _common.Subparsers) -> None:
@@ -106,7 +133,7 @@ def _suite(
         name,
         help=words,
         description=description,
-        epilog=EPILOG,
+        epilog=f"examples:\n{EXAMPLES[name]}\n{_common.EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _common.add_json(suite)
@@ -181,17 +208,19 @@ def _run(
     """`usual`: what runs where nothing is named; all that is known if empty."""
     import msgspec
 
+    command = f"kvslotctl bench {arguments.suite}"
     groups = arguments.only or list(usual or known)
     wrong = [name for name in groups if name not in known]
     if wrong:
-        hint = _common.near(wrong[0], known)
-        meant = f"did you mean {hint}?" if hint else f"there are {', '.join(known)}"
-        print(f"kvslotctl bench: --only {wrong[0]}: no such group; {meant}", file=sys.stderr)
+        print(
+            f"{command}: --only {wrong[0]}: no such group; there are {', '.join(known)}\nSee {command} --help",
+            file=sys.stderr,
+        )
         return _common.USAGE
     try:
         _common.check_writable(arguments.json)
     except OSError as error:
-        print(f"kvslotctl bench: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
+        print(f"{command}: cannot write {arguments.json}: {error.strerror}", file=sys.stderr)
         return _common.BAD_INPUT
     with _common.Bar() as bar:
         document = measure(groups, bar.report)
@@ -212,7 +241,8 @@ def _print(document: Document) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, 132))
+        names = max((len(each.name) for each in document.results), default=0)
+        console = Console(highlight=False, width=max(console.width, 132, names + BESIDE_NAMES))
     meta = document.meta
     box = meta.machine
     console.print(
@@ -220,7 +250,7 @@ def _print(document: Document) -> None:
         f"load {box['load_1m']} · {meta.wall_s:.0f} s{_how(meta)}"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("result")
+    table.add_column("result", overflow="fold")  # names differ in their last letters, too
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
     table.add_column("")
@@ -230,8 +260,9 @@ def _print(document: Document) -> None:
     console.print(table)
     judged = [each for each in document.results if each.ok is not None]
     missed = document.missed
+    reached = f"{len(judged) - len(missed)} of {len(judged)} budgets reached"
     console.print(
-        f"{len(judged) - len(missed)} of {len(judged)} budgets reached"
+        (reached if judged else "no budgets among these: figures to compare with another run's")
         + (f"; missed: {', '.join(each.name for each in missed)}" if missed else "")
     )
     for group, why in meta.skipped.items():

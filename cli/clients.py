@@ -17,11 +17,15 @@ Who is connected and what each holds, the largest holder first. `own` slots are 
 quota; what it has published is everybody's. `fenced` ones were given back and wait for a step of its device. `steps`
 are completed / submitted. Notes: `stalled` (steps submitted and none completes), `lost` (the connection ended, the
 process may live: its slots are set aside until it is gone), `owes n` (it was asked to give n sequences up),
-`unread` (bytes of answers it has not fetched), `posted refused` (of the frees and trims that it asked no reply to)."""
+`unread` (bytes of answers it has not fetched), `posted refused` (of the frees and trims that it asked no reply to),
+`follows` (it said movable, and its steps show that it uses new places in time: what it reads may be moved), `movable`
+(it said so, and is not relied upon now: no step for two seconds, or too many old places not let go of), `old places`
+(slots that were moved, and wait for its steps)."""
 
 EXAMPLES: Final = """\
   kvslotctl clients
   kvslotctl clients --pool default --json | jq '.rows[] | select(.stalled) | .pid'
+  kvslotctl clients --json | jq '.rows[] | {name, movable, follows}'
 """
 
 
@@ -96,6 +100,10 @@ def _notes(row: _control.Row) -> str:
         notes.append(f"pages of {row['page']}")
     if row["group"] > 1:
         notes.append(f"one of {row['group']} processes")
+    if row.get("movable"):  # a daemon of before does not tell
+        notes.append("follows" if row["follows"] else "movable")
+    if row.get("retired_tokens"):
+        notes.append(f"{row['retired_tokens']:,} old places")
     if row["posted_errors"]:
         notes.append(f"{row['posted_errors']:,} posted refused")
     if row["outbox_bytes"]:

@@ -533,11 +533,10 @@ def check_changeable(name: str) -> None:
             ]
         )
     if name in SETTINGS and name not in CHANGEABLE:
+        remedy = f"set it in the file, or as {PREFIX}{name.upper()}, and start the daemon anew"
+        others = ", ".join(CHANGEABLE)
         raise ConfigError(
-            [
-                f"{name} cannot be changed while the daemon runs: set it in the file, or as {PREFIX}{name.upper()}, "
-                f"and start the daemon anew; these can be changed: {', '.join(CHANGEABLE)}"
-            ]
+            [f"{name} cannot be changed while the daemon runs: {remedy}; these can be changed: {others}"]
         )
 
 

@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _setting(option: str) -> str:
-    """Where a setting without a flag is set, if that is what was meant: settings have flags only where they are common."""
+    """Where a setting that has no flag is set, if that is what was meant; only the common ones have flags."""
     from kvslot.daemon import config
 
     name = option.removeprefix("--").replace("-", "_")

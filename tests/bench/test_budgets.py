@@ -127,9 +127,26 @@ def test_json_on_stdout_is_nothing_but_json(
 
 
 def test_an_unknown_group_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command names the groups there are."""
+    """The command, by its whole name, names the groups there are."""
     assert bench.run(_arguments("--only", "everything")) == WRONG_USAGE
-    assert "packing" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "kvslotctl bench core: --only everything: no such group; there are packing, allocate, "
+    )
+
+
+def test_names_of_rows_are_never_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long, where there is no terminal; and figures without budgets are said to be such."""
+    names = [f"moved_per_given_back_servegen_m-small_chunk-12_of_many_{n}" for n in (16, 528)]
+    row = result("nameless", 1.5, what="some " * 30)
+    _measured([msgspec.structs.replace(row, name=name) for name in names], monkeypatch)
+    assert bench.run(_arguments()) == DONE
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names)
+    assert "no budgets among these" in shown
+    assert "0 of 0" not in shown
 
 
 def test_every_budget_belongs_to_a_group() -> None:

@@ -106,7 +106,7 @@ KEYS = {
     ),
     "clients": (
         "session name pid uid pool state stalled age_s page sequences charged quota fenced pins submitted completed "
-        "owes group outbox_bytes frames posted_errors"
+        "owes group movable follows retired_tokens outbox_bytes frames posted_errors"
     ),
     "map": "block blocks slots",
     "tree": (
@@ -222,9 +222,24 @@ def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: S
         assert "stalled" in out
         assert "lost" in out
         assert "2 posted refused" in out
+        assert "follows" not in out
         assert "\x1b" not in out
         view.members.clear()
         assert show("clients") == "nobody is connected\n"
+
+
+def test_clients_that_follow_moves_are_named(tmp_path: Path, show: Shown) -> None:
+    """Who said movable is `movable`, and `follows` once it steps; what it has yet to let go of is counted."""
+    pool = made()
+    session = pool.open_session(movable=True)
+    with served(tmp_path / "k.sock", view_of(default=pool)):
+        pool.poll(100.0)
+        assert re.search(r"movable$", show("clients"), re.MULTILINE)
+        pool.progress(session, 1, 0, epoch=0, now=100.0)
+        session.retired_tokens = 7
+        assert re.search(r"follows, 7 old places$", show("clients"), re.MULTILINE)
+        (row,) = json.loads(show("clients", "--json"))["rows"]
+        assert (row["movable"], row["follows"]) == (True, True)
 
 
 def test_the_map_has_every_block_once(daemon: FakeDaemon, show: Shown) -> None:

@@ -260,6 +260,25 @@ def test_sessions_are_listed_by_handle_with_what_they_hold() -> None:
     assert first["charged"] >= 20
     assert first["age_s"] == 60
     assert {row["state"] for row in rows} == {"live", "lost"}
+    assert not any(row["movable"] or row["follows"] for row in rows)
+
+
+def test_who_follows_moves_is_told() -> None:
+    """A session that said movable is named so at once, and follows while its last step is no older than two seconds."""
+    pool = made()
+    session = pool.open_session(movable=True)
+    view = view_of(default=pool)
+
+    def told() -> tuple[bool, bool]:
+        (row,) = listed("sessions", view)
+        return row["movable"], row["follows"]
+
+    pool.poll(100.0)
+    assert told() == (True, False)
+    pool.progress(session, 1, 0, epoch=0, now=100.5)
+    assert told() == (True, True)
+    pool.poll(103.0)
+    assert told() == (True, False)
 
 
 def test_who_waits_is_listed_oldest_first() -> None:

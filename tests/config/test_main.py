@@ -118,6 +118,9 @@ def test_what_the_demo_sets_comes_from_the_demo() -> None:
     }
 
 
+INSTEAD = "write it in the file, or set KVSLOT_"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -125,13 +128,11 @@ def test_what_the_demo_sets_comes_from_the_demo() -> None:
         (["--log-levl=debug"], "there is no option --log-levl; did you mean --log-level=debug?"),
         (
             ["--compaction", "off"],
-            "there is no option --compaction; compaction is a setting: write it in the file, or set KVSLOT_COMPACTION "
-            "in the environment",
+            f"there is no option --compaction; compaction is a setting: {INSTEAD}COMPACTION in the environment",
         ),
         (
             ["--pool-quota=4"],
-            "there is no option --pool-quota; quota is a setting: write it in the file, or set KVSLOT_POOL_QUOTA in "
-            "the environment",
+            f"there is no option --pool-quota; quota is a setting: {INSTEAD}POOL_QUOTA in the environment",
         ),
         (["--demo", "serve"], "'serve' is one argument too many"),
         (["--config"], "argument --config: expected one argument"),

@@ -400,7 +400,7 @@ def test_dump_says_the_same_again(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    """What contradicts another value is told beside what is wrong by itself; nothing is told of what is missing for that."""
+    """What contradicts another value is told beside what is wrong by itself, and nothing that only follows from it."""
     found = problems(
         tmp_path,
         "sessions_max = 0\ncompaction_stop = 0.5\n"
