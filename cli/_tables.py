@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvslot.cli import _common, _screen
 from kvslot.cli.summary import summary
-from kvslot.replay import PHASES, Quantiles, ReplayResult, Row, Spread
+from kvslot.replay import PHASES, CompactionReport, Quantiles, ReplayResult, Row, Spread
 
 SPREAD_POINTS: Final = 1.0
 """How far the hits and the fragmentation of real processes may lie from those of one process, in percentage points."""
@@ -116,6 +116,8 @@ OPTIONAL: Final = frozenset(
 """Lines left out where they say nothing for any policy."""
 OF_COMPACTION: Final = frozenset({"pinned_waste_pct ", "blocks_free ", "usable_run_pct"})
 """Lines shown where means are compared."""
+OF_MOVES: Final = frozenset({"moved_tokens", "moves_abandoned", "blocks_given_back", "moved_per_given_back"})
+"""Lines shown there even where they say nothing: that nothing moved is what one wants to know."""
 MEANS: Final = {"placement": "placement", "eviction": "+ eviction", "moves": "+ moves"}
 """A column's second line where the means are told apart."""
 
@@ -168,7 +170,11 @@ def _table(rows: list[Row], *, both: bool) -> Table:
         cells = [value(row) for row in rows]
         if name in OF_COMPACTION and not compared:
             continue
-        if name not in OPTIONAL or any(cell not in (NONE, "0") for cell in cells):
+        if (
+            name not in OPTIONAL
+            or (compared and name in OF_MOVES)
+            or any(cell not in (NONE, "0") for cell in cells)
+        ):
             table.add_row(name, *cells)
     return table
 
@@ -206,6 +212,50 @@ def print_comparison(out: Console, result: ReplayResult) -> None:
             f"painted and {told.verified_tokens:,} read back, all right; audit clean."
         )
         out.print(textwrap.fill(line, out.width - 2), style="" if apart <= SPREAD_POINTS else "bold")
+
+
+def print_compaction(out: Console, result: ReplayResult) -> None:
+    """What each of the means was worth, and what moves make of the same pools after a quiet night."""
+    lines = list(result.meta.compaction)
+    for told in result.meta.quiet_nights:
+        each = told.moved_per_given_back
+        lines.append(
+            f"{told.trace}, blocks of {told.block_size:,}, at the end evicted to {told.occupancy_pct:.1f} % as in a "
+            f"quiet night, then compacted to rest: wholly free blocks {told.blocks_free_before:,} -> "
+            f"{told.blocks_free_after:,} of {told.usable_blocks:,}, free memory in runs of 32 blocks "
+            f"{told.usable_run_pct_before:.1f} -> {told.usable_run_pct_after:.1f} %; "
+            f"{_common.several(told.moved_tokens, 'token')} moved, "
+            + (f"{each:.2f} a slot given back." if each is not None else "no block given back.")
+        )
+    if lines:
+        out.print("\nCompaction", style="bold")
+    for line in lines:
+        out.print(textwrap.fill(line, out.width - 2, initial_indent="  · ", subsequent_indent="    "))
+
+
+def _moved(told: CompactionReport) -> str:
+    """What the daemon of a run by real processes says of its compaction."""
+    several = _common.several
+    words = (
+        f"compaction {told.mode}: {several(told.moved_tokens, 'token')} moved in {several(told.published, 'move')} of "
+        f"{told.planned:,} planned, {several(told.blocks_given_back, 'block')} given back; with them moved "
+        f"{several(told.moved_ranges, 'range')} of the tables of sequences that ran, which followed. Abandoned "
+        f"{told.abandoned_leased + told.abandoned_freed:,}, put off {told.deferred + told.over_budget:,}, failed "
+        f"{told.failed:,}."
+    )
+    if told.rests:
+        words += f" All stood still for it {several(told.rests, 'time')}, {told.rests_s:.1f} s in all"
+        words += f", {several(told.rests_cut, 'time')} not long enough." if told.rests_cut else "."
+    if told.overtaken:
+        words += (
+            f" {several(told.overtaken, 'time')} the daemon let the pool be for a while, as it changed faster than it "
+            "can be followed: a replay goes as fast as it can."
+        )
+    elif told.rests and not told.planned:
+        words += " Nothing was worth moving."
+    if told.too_short:
+        words += " The run was over before all would have stood still for it."
+    return words
 
 
 def print_processes(out: Console, result: ReplayResult) -> None:
@@ -255,6 +305,8 @@ def print_processes(out: Console, result: ReplayResult) -> None:
             f"audit clean in {told.audit_ms:.0f} ms",
             style="dim",
         )
+        if told.compaction is not None:
+            out.print(textwrap.fill(_moved(told.compaction), out.width - 2))
 
 
 def print_summary(out: Console, result: ReplayResult) -> None:

@@ -27,6 +27,7 @@ examples:
   kvslotctl replay sharegpt_a --policy slotted --engines 4 --routing random --sharing both
   kvslotctl replay mix200_a --policy hashed slotted --via socket --clients 4
   kvslotctl replay sgd_a --policy slotted --compaction idle --html=moves.html
+  kvslotctl replay mix200_a --policy slotted --via socket --compaction forced --night 0.6
   kvslotctl replay mix200_a --policy slotted --hours 72 --no-optimum --json=long.json
   kvslotctl replay my.kvs.gz --policy all --json --html=report.html > rows.json
 
@@ -114,7 +115,8 @@ def add(subparsers: _common.Subparsers) -> None:
         choices=COMPACTIONS,
         default=COMPACTIONS[0],
         help="slotted three times, to tell what each means is worth: placement alone, with eviction that empties "
-        "blocks, and with moves: idle, in gaps between steps, or forced, to rest again and again (off: once, no moves)",
+        "blocks, and with moves: idle, in gaps between steps, or forced, to rest again and again (off: once, no "
+        "moves); via a socket once, by the daemon",
     )
     what.add_argument("--engines", type=_count, default=1, metavar="N", help="engines that take requests (1)")
     what.add_argument(
@@ -181,6 +183,12 @@ def add(subparsers: _common.Subparsers) -> None:
         default="",
         metavar="PATH",
         help="of a running daemon; without it one is started for the run",
+    )
+    real.add_argument(
+        "--night",
+        type=_share,
+        metavar="F",
+        help="compaction forced: before each, the cache is evicted to F of the slots as in a quiet night (not at all)",
     )
     # For tests of this very command: kill a client once a share of the requests is admitted (CLIENT:SHARE), or have one
     # go wrong by some slots (CLIENT:ADMISSION:SLOTS).
@@ -297,7 +305,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _common.BAD_INPUT
 
 
-VIA_SOCKET: Final = frozenset({"clients", "socket", "kill_client", "plant"})
+VIA_SOCKET: Final = frozenset({"clients", "socket", "night", "kill_client", "plant"})
 """Options that mean something only where real processes take part."""
 DEMO_TAKES: Final = frozenset({"demo", "json", "html", "phases", "seed"}) | VIA_SOCKET
 """What `--demo` heeds; its traces, policies and pools are its own."""
@@ -470,7 +478,11 @@ def _processes(arguments: argparse.Namespace) -> ProcessSettings:
         client, admission, slots = map(int, arguments.plant.split(":"))
         plant = client, admission, slots
     return ProcessSettings(
-        clients=arguments.clients, socket=arguments.socket, kill=kill, plant=plant or (-1, 0, 0)
+        clients=arguments.clients,
+        socket=arguments.socket,
+        night=arguments.night,
+        kill=kill,
+        plant=plant or (-1, 0, 0),
     )
 
 
@@ -541,12 +553,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, float | int | str | bo
 
 def _show(result: ReplayResult, arguments: argparse.Namespace) -> None:
     """Table, JSON and page, as asked for."""
-    from kvslot.cli._tables import console, print_processes, print_tables
+    from kvslot.cli._tables import console, print_compaction, print_processes, print_tables
 
     if arguments.json is not None:
         _common.write_json(result.to_json(), arguments.json)
     if arguments.json != "-":
         print_tables(console(), result, all_phases=arguments.phases)
+        print_compaction(console(), result)
         print_processes(console(), result)
     if arguments.html:
         result.write_html(Path(arguments.html))

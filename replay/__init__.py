@@ -14,17 +14,28 @@ from kvslot.replay.engine import (
     peak_live_tokens,
     replay,
 )
-from kvslot.replay.metrics import PHASES, Quantiles, ReplayResult, Row, Run, Spread
+from kvslot.replay.metrics import (
+    PHASES,
+    CompactionReport,
+    Quantiles,
+    QuietNight,
+    ReplayResult,
+    Row,
+    Run,
+    Spread,
+)
 from kvslot.replay.traces import Expander, Trace, TraceError, bundled, find, load
 
 __all__ = [
     "PHASES",
     "Case",
+    "CompactionReport",
     "Expander",
     "Nodes",
     "Outcome",
     "PolicyFault",
     "Quantiles",
+    "QuietNight",
     "ReplayConfig",
     "ReplayResult",
     "Row",

@@ -24,7 +24,9 @@ from kvslot.replay.metrics import (
     Run,
     TraceMeta,
     meta,
+    quiet_nights,
 )
+from kvslot.replay.page.findings import worth
 from kvslot.replay.policies import Compaction, Shrinking
 from kvslot.replay.recorder import usable_run
 from kvslot.replay.traces import Expander, Trace
@@ -182,6 +184,8 @@ def run_cases(
         result.rows += rows
         done += weight
         tell(0.0, done=done)
+    result.meta.quiet_nights = quiet_nights(result.runs)
+    result.meta.compaction = worth(result.rows)
     result.meta.wall_s = round(time.perf_counter() - began, 3)
     return result
 

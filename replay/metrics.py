@@ -212,6 +212,46 @@ class Compacted(msgspec.Struct, frozen=True, kw_only=True):
     moved_tokens: int
 
 
+class QuietNight(msgspec.Struct, frozen=True, kw_only=True):
+    """The same in numbers, as the terminal and the JSON have it: what is free, before and after compaction to rest."""
+
+    trace: str
+    block_size: int
+    pool_tokens: int
+    usable_blocks: int
+    occupancy_pct: float
+    """Of the usable slots, those that hold tokens once the policy has evicted."""
+    blocks_free_before: int
+    blocks_free_after: int
+    usable_run_pct_before: float
+    usable_run_pct_after: float
+    moved_tokens: int
+    moved_per_given_back: float | None
+    """Tokens moved for each slot of the blocks more that are wholly free; None: there are none."""
+
+
+def quiet_nights(runs: list[Run]) -> list[QuietNight]:
+    """Of all runs that have a pool before and after, in their order."""
+    return [_quiet_night(run, run.compacted) for run in runs if run.compacted is not None]
+
+
+def _quiet_night(run: Run, told: Compacted) -> QuietNight:
+    slots = (told.blocks_free_after - told.blocks_free_before) * run.block_size
+    return QuietNight(
+        trace=run.trace,
+        block_size=run.block_size,
+        pool_tokens=run.pool_tokens,
+        usable_blocks=run.usable_tokens // run.block_size,
+        occupancy_pct=told.occupancy_pct,
+        blocks_free_before=told.blocks_free_before,
+        blocks_free_after=told.blocks_free_after,
+        usable_run_pct_before=told.usable_run_pct_before,
+        usable_run_pct_after=told.usable_run_pct_after,
+        moved_tokens=told.moved_tokens,
+        moved_per_given_back=round(told.moved_tokens / slots, 6) if slots > 0 else None,
+    )
+
+
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one client process of a replay via a socket did."""
 
@@ -240,6 +280,39 @@ class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
     """Read back through the mapping and found right, in all planes."""
     allocate_us: Quantiles = Quantiles(0.0, 0.0, 0.0)
     """Round trip of Allocate on the real clock."""
+    moved_ranges: int = 0
+    """Ranges of running sequences' tables that the daemon moved under this client, which followed."""
+
+
+class CompactionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon's compaction did in the time of one run: differences of what it counts itself."""
+
+    mode: str
+    """The daemon's own: "off", "idle" or "forced"."""
+    rests: int
+    """Times that all clients stood still, until everything was moved that gains something."""
+    rests_cut: int
+    """Of those, the ones that did not come to rest in the time that they may take."""
+    rests_s: float
+    """Real seconds that all of them took."""
+    plans: int
+    planned: int
+    published: int
+    abandoned_leased: int
+    """Somebody read the piece who cannot be told."""
+    abandoned_freed: int
+    """The piece was evicted, split or moved meanwhile."""
+    deferred: int
+    over_budget: int
+    failed: int
+    moved_tokens: int
+    blocks_given_back: int
+    moved_ranges: int
+    """Ranges of running sequences' tables that moved under the clients, which followed."""
+    overtaken: int
+    """Times that the daemon was seen to let the pool be, since it changed faster than it can be followed."""
+    too_short: bool = False
+    """All were to stand still, and the run was over before that."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +341,8 @@ class ProcessReport(msgspec.Struct, frozen=True, kw_only=True):
     """By verb: how many, how many refused, and the sampled latencies in the daemon (us)."""
     beside: list[Comparison] = []
     """Figures of the same run in one process, where that was asked for."""
+    compaction: CompactionReport | None = None
+    """None: neither was it asked for nor does the daemon do it."""
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -329,6 +404,10 @@ class Meta(msgspec.Struct, kw_only=True):
     """"socket" where the slotted runs were done by real client processes of a daemon."""
     processes: list[ProcessReport] = []
     """One for each run via a socket."""
+    quiet_nights: list[QuietNight] = []
+    """One for each run in which nothing was moved, where the means are told apart."""
+    compaction: list[str] = []
+    """What each of the means was worth, a sentence for each trace and block size where they are told apart."""
 
 
 class ReplayResult(msgspec.Struct, kw_only=True):

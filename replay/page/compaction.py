@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvslot.replay.metrics import Compacted, Picture, Run
+from kvslot.replay.metrics import Compacted, Picture, Run, quiet_nights
 from kvslot.replay.page.figures import count, pct
 from kvslot.replay.page.html import Html, el, join, name
 from kvslot.replay.page.packing import levels
@@ -52,6 +52,9 @@ def _pair(run: Run, told: Compacted) -> Html:
         f"free blocks {count(told.blocks_free_before)} → {count(told.blocks_free_after)}; free memory usable as runs "
         f"of 32 blocks {pct(told.usable_run_pct_before)} → {pct(told.usable_run_pct_after)} %. A cell is {cell}."
     )
+    (night,) = quiet_nights([run])
+    if night.moved_per_given_back is not None:
+        words += f" That is {night.moved_per_given_back:.2f} tokens moved a slot given back."
     return el(
         "article",
         el("h3", name(run.trace), el("small", f"blocks of {run.block_size:,} · {run.pool_tokens:,} slots")),

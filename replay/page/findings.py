@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 
 from kvslot.replay.metrics import Row
 from kvslot.replay.page.figures import NEVER_BEST, POINTS_NOTHING, count, micro, pct
-from kvslot.replay.page.views import Group
+from kvslot.replay.page.views import Group, groups_of
 
 OURS: Final = "slotted"
 MEASURED_NOTHING: Final = 0.1
@@ -419,10 +419,25 @@ def _means(ours: Sequence[Row], groups: Sequence[Group], sharing: str) -> list[F
                 else " and gave no block back."
             )
         else:
-            text += " Nothing was worth moving."
+            text += " Nothing was worth moving; no more than that was to be gained."
         bought = row.pinned_waste_pct.mean - moved.pinned_waste_pct.mean
         found.append(Finding("gain" if bought >= POINTS_NOTHING else "nothing", text, group.index))
     return found
+
+
+def worth(rows: list[Row]) -> list[str]:
+    """What eviction that empties blocks, and moves, bought and cost: as on the page, a sentence a trace and size."""
+    told: list[str] = []
+    for group in groups_of(rows):
+        by_sharing: dict[str, list[Row]] = {}
+        for row in group.phases.get("all", []):
+            if row.policy == OURS and row.means == "eviction":
+                by_sharing.setdefault(row.sharing, []).append(row)
+        for sharing, ours in by_sharing.items():
+            for finding in _means(ours[:1], [group], sharing):
+                if finding is not None:
+                    told.append(f"{group.setup.trace}: {finding.text.replace('*', '')}")
+    return told
 
 
 def _plain(rows: dict[str, list[Row]], at: dict[int, int]) -> list[Finding]:

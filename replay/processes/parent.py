@@ -7,6 +7,13 @@
 The parent takes part in the clocks: it reads the pool's gauges at every moment of the sampling grid, and nobody gets
 further past that moment than the window before it has.  When all have ended it has the daemon's books recounted, merges
 what the clients took down by simulated time, and works out the figures exactly as for a run in one process.
+
+Compaction.  A replay goes as fast as it can: simulated hours pass in seconds, and a daemon that compacts by itself may
+not be able to follow a pool that changes so fast.  So under `forced` everybody stands still every `REST_EVERY_S`
+simulated seconds, as in one process: the parent holds its clock, the clients stop at most a window later, between two
+steps and with their sequences running; the daemon is asked to compact to rest; then all go on.  Sequences follow what
+was moved under them, and read it back where it lies now.  A pause ends after `REST_S` real seconds, rest or not, as
+clients that have not stepped for longer would not be relied upon to follow.
 """
 
 from __future__ import annotations
@@ -29,10 +36,11 @@ import msgspec
 import numpy as np
 
 from kvslot.api.client import Control
+from kvslot.api.wire.messages import Compaction
 from kvslot.replay.bounds import Written
 from kvslot.replay.clairvoyant import Nodes, optimum
-from kvslot.replay.engine import Outcome, Progress, ReplayConfig, distinct
-from kvslot.replay.metrics import ClientReport, ProcessReport, Quantiles, Run
+from kvslot.replay.engine import REST_EVERY_S, Outcome, Progress, ReplayConfig, distinct
+from kvslot.replay.metrics import ClientReport, CompactionReport, ProcessReport, Quantiles, Run
 from kvslot.replay.policies import Counters, Gauges
 from kvslot.replay.processes import board as boards
 from kvslot.replay.processes import daemon
@@ -47,6 +55,12 @@ POLL_S: Final = 0.1
 SETTLE_S: Final = 5.0
 """How long the daemon may take to clean up after clients that have ended or died."""
 PICTURE_MAX: Final = 4096
+REST_S: Final = 1.5
+"""Real seconds that everybody stands still for compaction, at the most; the core relies on who stepped 2 s ago."""
+REST_POLL_S: Final = 0.02
+"""A daemon leaves the processor to those who ask it something: who looks too often makes it slow."""
+OVERTAKEN: Final = "changes faster than it can be followed"
+"""Of the reason that a daemon gives while it lets a pool be."""
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +71,11 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a daemon that runs already; empty: one is started."""
     window_s: float = boards.WINDOW_S
     """Simulated seconds that one process may be ahead of another."""
+    night: float | None = None
+    """Share of the slots down to which the cache is evicted before each compaction to rest, as in a quiet night: then
+    there is something to move."""
+    rest_every_s: float = REST_EVERY_S
+    """Simulated seconds between two of them."""
     kill: tuple[int, float] | None = None
     """For tests: this client is killed once this share of the requests has been admitted."""
     plant: tuple[int, int, int] = (-1, 0, 0)
@@ -115,7 +134,8 @@ def replay_processes(
         )
         (where / TASK).write_bytes(msgspec.msgpack.encode(task))
         children = stack.enter_context(_children(where, board, settings.clients))
-        watch = _Watch(trace, config, settings, control, board, children, pool["usable"], progress)
+        moves = _Moves(control, pool["pool"], config, settings)
+        watch = _Watch(trace, config, settings, control, board, children, moves, progress)
         watch.run(where)
         if board.in_system:
             raise ProcessFault(f"{board.in_system} requests hold a place in the system that nobody runs")
@@ -123,6 +143,10 @@ def replay_processes(
         audit = _audit(control, settings)
         latency = [row for row in control.inspect("latency") if row["count"]]
     recorder = _together(trace, config, notes, watch)
+    report = _report(trace, config, settings, notes, children, audit, latency)
+    if moves.on:
+        ranges = sum(each.moved_ranges for each in report.clients)
+        report = msgspec.structs.replace(report, compaction=moves.report(ranges))
     run = Run(
         trace=trace.name,
         policy=config.policy,
@@ -138,7 +162,8 @@ def replay_processes(
         series=series(recorder),
         pictures=recorder.pictures,
         via="socket",
-        processes=_report(trace, config, settings, notes, children, audit, latency),
+        processes=report,
+        compaction=moves.mode,
     )
     best = None if nodes is None else optimum(nodes, _schedule(notes), config.pool_tokens)
     if best is not None:
@@ -169,6 +194,10 @@ def check(config: ReplayConfig, settings: ProcessSettings) -> None:
     need(config.sharing == "shared", "via a socket all clients share one pool: --sharing shared")
     need(config.engines == 1, "via a socket each client is an engine: say --clients, not --engines")
     need(config.fill_holes, "--unsplit is not a daemon's setting: --via inproc")
+    need(
+        settings.night is None or config.compaction == "forced",
+        "a quiet night is for --compaction forced: what it leaves is compacted",
+    )
     need(settings.window_s > 0, f"window_s is {settings.window_s}; it must be above 0")
 
 
@@ -235,6 +264,95 @@ def _children(where: Path, board: Board, clients: int) -> Iterator[list[_Child]]
             child.process.wait()
 
 
+class _Moves:
+    """What the daemon's compaction does meanwhile, and the pauses in which it is asked for."""
+
+    def __init__(self, control: Control, pool: str, config: ReplayConfig, settings: ProcessSettings) -> None:
+        self._control = control
+        self._pool = pool
+        self._night = settings.night
+        self._every_s = settings.rest_every_s
+        self._base = self._last = self._status()
+        asked = config.compaction
+        self.mode = self._base.mode if asked == "off" else asked
+        """What the run is told to be: what was asked for, else what the daemon does by itself."""
+        self.on = self.mode != "off"
+        self.rest_at = self._every_s if asked == "forced" else math.inf
+        self._rests = self._cut = self._overtaken = 0
+        self._rests_s = 0.0
+        self._away = False
+
+    def _status(self) -> Compaction:
+        return self._control.defrag("status", pool=self._pool)[0]
+
+    def look(self) -> Counters:
+        """What has been moved since the run began."""
+        told = self._last = self._status()
+        away = OVERTAKEN in told.reason and told.state == "backed off"
+        self._overtaken += away and not self._away
+        self._away = away
+        since = self._since()
+        return Counters(
+            copied_tokens=0,
+            moved_tokens=since["moved_tokens"],
+            extents=0,
+            extent_tokens=0,
+            evicted_tokens=0,
+            moves=since["published"],
+            moves_abandoned=since["abandoned_leased"] + since["abandoned_freed"],
+            given_back=since["blocks_given"],
+        )
+
+    def rest(self, now: float) -> None:
+        """Everybody stands still: everything is moved that gains something, or as much as there is time for."""
+        began = time.monotonic()
+        if self._night is not None:
+            row = next(self._control.inspect("pools", limit=1))
+            self._control.evict(
+                max(0, row["usable"] - row["free"] - int(self._night * row["usable"])), pool=self._pool
+            )
+        self._control.defrag("once", pool=self._pool)
+        while (told := self._status()).once and time.monotonic() - began < REST_S:
+            time.sleep(REST_POLL_S)
+        self._rests += 1
+        self._cut += told.once
+        self._rests_s += time.monotonic() - began
+        self.rest_at = now + self._every_s
+
+    def _since(self) -> dict[str, int]:
+        return {name: getattr(self._last, name) - getattr(self._base, name) for name in COUNTED}
+
+    def report(self, ranges: int) -> CompactionReport:
+        """What came of it; `ranges` of running sequences were moved."""
+        since = self._since()
+        since["blocks_given_back"] = since.pop("blocks_given")
+        return CompactionReport(
+            mode=self._last.mode,
+            rests=self._rests,
+            rests_cut=self._cut,
+            rests_s=round(self._rests_s, 3),
+            moved_ranges=ranges,
+            overtaken=self._overtaken,
+            too_short=not self._rests and self.rest_at < math.inf,
+            **since,
+        )
+
+
+COUNTED: Final = (
+    "plans",
+    "planned",
+    "published",
+    "abandoned_leased",
+    "abandoned_freed",
+    "deferred",
+    "over_budget",
+    "failed",
+    "moved_tokens",
+    "blocks_given",
+)
+"""Of what a daemon tells of its compaction: counts since it was started."""
+
+
 class _Watch:
     """Samples, shows progress and looks after the clients until all have ended."""
 
@@ -246,7 +364,7 @@ class _Watch:
         control: Control,
         board: Board,
         children: list[_Child],
-        usable: int,
+        moves: _Moves,
         progress: Progress | None,
     ) -> None:
         self._trace = trace
@@ -255,7 +373,7 @@ class _Watch:
         self._control = control
         self._board = board
         self._children = children
-        self._usable = usable
+        self._moves = moves
         self._progress = progress
         self.sampler: Sampler | None = None
         self.recorder = Recorder(expected=len(trace), horizon_s=None)
@@ -292,7 +410,10 @@ class _Watch:
             self.sampler = Sampler(first)
         if slowest >= self.sampler.next and not math.isinf(slowest):
             self._sample_now(slowest)
-        board.promise(self.sampler.next)
+        moves = self._moves
+        if slowest >= moves.rest_at and not math.isinf(slowest):
+            moves.rest(slowest)
+        board.promise(min(self.sampler.next, moves.rest_at))
 
     def _sample_now(self, until: float) -> None:
         if self.sampler is None:
@@ -301,6 +422,14 @@ class _Watch:
                 return
             self.sampler = Sampler(first)
         gauges, self._counters = _reading(next(self._control.inspect("pools", limit=1)))
+        if self._moves.on:
+            told = self._moves.look()
+            self._counters = self._counters._replace(
+                moved_tokens=told.moved_tokens,
+                moves=told.moves,
+                moves_abandoned=told.moves_abandoned,
+                given_back=told.given_back,
+            )
         self.sampler.reading(until, gauges, self._counters, self._totals())
         taken = len(self.recorder.pictures)
         share = self._share()
@@ -555,6 +684,7 @@ def _report(
                 painted_tokens=each.painted,
                 verified_tokens=each.verified,
                 allocate_us=Quantiles(round(float(p50), 1), round(float(p99), 1), round(float(top), 1)),
+                moved_ranges=told.moves,
             )
         )
     return ProcessReport(
