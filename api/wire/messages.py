@@ -511,12 +511,14 @@ class Compaction(msgspec.Struct, array_like=True, frozen=True):
     """How compaction of one pool stands.  Counts are since the daemon's start."""
 
     pool: str
-    mode: str  # "off", "idle": in gaps between engines' steps; "forced": at any time
+    mode: str  # that holds, by the setting or by Defrag: "off", "idle": in gaps between steps; "forced": at any time
     state: str  # "off", "settled", "backed off", "planning", "waiting" for a gap, "moving", "stopping"
     reason: str  # of that, for people
     once: bool  # asked to go on to rest, whatever the mode
-    purpose: str  # of the plan under way, or of the last: "free_blocks", "run", "join"; "" before the first
-    progress: float  # of what is under way, 0 to 1
+    purpose: str  # of the plan under way: "free_blocks", "run", "join"; "" while none is
+    progress: (
+        float  # of its moves that have ended, or of all that `once` is to gain; 0 to 1, 0 while nothing is
+    )
     moves_in_flight: int  # whose copies have not ended
     passes: int  # that came to an end
     plans: int
@@ -529,7 +531,7 @@ class Compaction(msgspec.Struct, array_like=True, frozen=True):
     failed: int  # copies that the device could not make
     moved_tokens: int
     moved_bytes: int
-    blocks_given: int  # whole free blocks more, over all passes
+    blocks_given: int  # whole free blocks more, less those that moves took into use
     retired_tokens: int  # old places that engines may still read, now
     unpacked_pct: float  # of the free memory, what is not in whole free blocks
     unusable_pct: float  # ... and what is not in runs of `compaction_run_blocks`
@@ -588,9 +590,9 @@ class Draining(Message, frozen=True, tag=133):
 
 
 class Moved(Message, frozen=True, tag=134):
-    """Positions from `position` on lie at `extents` from the step on that applies `epoch`.
+    """Positions [position, position + sum of lengths) lie at `extents` from the step on that applies `epoch`.
 
-    No extents: what was moved has ended meanwhile, and only the epoch counts.
+    What lies before and behind stays.  No extents: what was moved has ended meanwhile, and only the epoch counts.
     """
 
     epoch: int

@@ -4,10 +4,10 @@
            1  completed     ... and ended on it; both only rise, completed <= submitted
            2  epoch         the last Moved it has applied, and all before it: steps submitted from now on go by them
            3  busy          1 from the begin of a step until all that were submitted have ended
-           4  began         when busy last became 1, in nanoseconds of CLOCK_MONOTONIC
-           5  ended         ... and when it last became 0
+           4  began         when a step last began with none under way, in nanoseconds of CLOCK_MONOTONIC
+           5  ended         ... and when the last one under way ended
            8  pushes        the daemon's half: rises with every push that went to the socket
-           9  wake          1: the daemon waits on this page and wants the eventfd written after the next change
+           9  wake          1: the daemon waits on this page, and wants the eventfd written after `completed` has been
 
 Words are aligned, 8 bytes, little endian, each written by one side only.  All of it is a hint: a page full of nonsense
 costs the session that wrote it, and nobody else.

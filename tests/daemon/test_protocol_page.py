@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import msgspec
 
 from kvslot.allocator.config import MAX_PRIORITY
 from kvslot.api.wire import CODES, messages, page
-from kvslot.daemon import inspection
+from kvslot.daemon import compactor, inspection
 from kvslot.daemon.config import CHANGEABLE, Settings
 from kvslot.daemon.connection import LONG_TOKENS, TURN_VERBS
 from kvslot.daemon.verbs import EVICT_NS, NAMESPACES, TABLE
@@ -26,12 +28,40 @@ def section(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 
+def kind_of(hint: Any) -> str:
+    """The kind of a field, by the words of the page; "" for an integer, which is said of none."""
+    while typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is list:
+        (inside,) = typing.get_args(hint)
+        if typing.get_origin(inside) in (typing.Union, types.UnionType):
+            return "replies" if messages.Done in typing.get_args(inside) else "requests"
+        return LISTS.get(inside, "maps")
+    return KINDS[hint]
+
+
+LISTS = {int: "integers", str: "texts", messages.Compaction: "array", messages.Plane: "array"}
+KINDS = {
+    int: "",
+    bool: "flag",
+    str: "text",
+    bytes: "bytes",
+    float: "real",
+    messages.Namespace: "names",
+    messages.Pool: "array",
+    messages.Limits: "array",
+    tuple[int, ...]: "integers",
+}
+
+
 def shown(field: msgspec.structs.FieldInfo) -> str:
-    """A field as the page has it."""
+    """A field as the page has it: its name, its kind where it is no integer, its default."""
+    kind = kind_of(field.type)
+    name = f"{field.name}: {kind}" if kind else field.name
     default: Any = field.default
     if default is msgspec.NODEFAULT:
         if field.default_factory is msgspec.NODEFAULT:
-            return field.name
+            return name
         default = field.default_factory()
     match default:
         case messages.Namespace():
@@ -44,7 +74,7 @@ def shown(field: msgspec.structs.FieldInfo) -> str:
             text = str(default).lower()
         case _:
             text = str(default)
-    return f"{field.name} ({text})"
+    return f"{name} ({text})"
 
 
 def of(kind: Any) -> list[str]:
@@ -54,7 +84,7 @@ def of(kind: Any) -> list[str]:
 
 
 def test_messages_are_listed_with_their_numbers_fields_and_permissions() -> None:
-    """Every request, reply and push is on the page, with its fields in order, their defaults and its permission."""
+    """Every request, reply and push is on the page: fields in order, with kinds and defaults, and its permission."""
     for title, union in (
         ("Requests", messages.Request),
         ("Replies", messages.Reply),
@@ -71,14 +101,17 @@ def test_what_welcome_says_is_listed_field_by_field() -> None:
     """Pool, plane and limits are on the page with their fields in order, and so are the four texts of a namespace."""
     text = PAGE.split("\n## What Welcome says\n", 1)[1].split("\n## ", 1)[0]
     tables = [
-        [row.strip("| ").split(" | ")[0] for row in table.splitlines()[2:]]
+        [row.strip("| ").split(" | ")[:2] for row in table.splitlines()[2:]]
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     ]
     kinds = (messages.Pool, messages.Plane, messages.Limits)
-    assert tables == [[each.name for each in msgspec.structs.fields(kind)] for kind in kinds]
+    assert tables == [
+        [[each.name, kind_of(each.type) or "integer"] for each in msgspec.structs.fields(kind)]
+        for kind in kinds
+    ]
     parts = ", ".join(each.name for each in msgspec.structs.fields(messages.Namespace))
     assert f"({parts})" in PAGE
-    assert f"an array of four names: {parts}." in PAGE
+    assert f"array of four texts, a namespace: {parts}." in PAGE
     assert f"`priority` is 0 to {MAX_PRIORITY}" in PAGE
     assert f"more than {LONG_TOKENS:,} new tokens" in PAGE
 
@@ -86,9 +119,15 @@ def test_what_welcome_says_is_listed_field_by_field() -> None:
 def test_compaction_is_listed_field_by_field() -> None:
     """What Defragged says of a pool, and every action of Defrag, is on the page."""
     text = PAGE.split("**Defrag.**", 1)[1].split("\n\n", 1)[0]
-    fields = re.sub(r"\s+", " ", text.split("an array for each: ", 1)[1]).rstrip(".").split(", ")
-    assert fields == [each.name for each in msgspec.structs.fields(messages.Compaction)]
     assert all(f"`{each}`" in text for each in messages.ACTIONS)
+    rows = section("How compaction stands")
+    fields = msgspec.structs.fields(messages.Compaction)
+    assert [row[:2] for row in rows] == [[each.name, kind_of(each.type) or "integer"] for each in fields]
+    states = re.findall(r'"([a-z ]+)"', next(row[2] for row in rows if row[0] == "state"))
+    source = inspect.getsource(compactor)
+    assert states == ["off", "settled", "backed off", "planning", "waiting", "moving", "stopping"]
+    assert set(re.findall(r'self\.state = "([a-z ]+)"', source)) <= set(states)
+    assert all(f'"{each}"' in source for each in states)
 
 
 def test_errors_are_listed() -> None:
