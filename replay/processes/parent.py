@@ -307,10 +307,7 @@ class _Moves:
         """Everybody stands still: everything is moved that gains something, or as much as there is time for."""
         began = time.monotonic()
         if self._night is not None:
-            row = next(self._control.inspect("pools", limit=1))
-            self._control.evict(
-                max(0, row["usable"] - row["free"] - int(self._night * row["usable"])), pool=self._pool
-            )
+            self._evict(self._night)
         self._control.defrag("once", pool=self._pool)
         while (told := self._status()).once and time.monotonic() - began < REST_S:
             time.sleep(REST_POLL_S)
@@ -318,6 +315,15 @@ class _Moves:
         self._cut += told.once
         self._rests_s += time.monotonic() - began
         self.rest_at = now + self._every_s
+
+    def _evict(self, share: float) -> None:
+        """The cache, as far as nobody holds it, until no more than that share of the slots is in use."""
+        row = next(self._control.inspect("pools", limit=1))
+        left = row["usable"] - row["free"] - int(share * row["usable"])
+        while left > 0 and (
+            gone := self._control.evict(left, pool=self._pool)
+        ):  # no more at once than others can wait
+            left -= gone
 
     def _since(self) -> dict[str, int]:
         return {name: getattr(self._last, name) - getattr(self._base, name) for name in COUNTED}
