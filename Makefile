@@ -20,7 +20,7 @@ ARGS ?=
 .PHONY: help venv run demo test test-engines test-vllm check format fuzz bench soak soak-engines results clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { gsub(/\$$\(HF\)/, "$(HF)"); gsub(/\$$\(VLLM\)/, "$(VLLM)"); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.ready  ## .venv with all commands in .venv/bin
 
@@ -54,7 +54,7 @@ fuzz: venv  ## the simulation on fresh seeds, then bad frames and kills against 
 	$(PY) -I tests/simulation --minutes $(MINUTES) --start $(START) $(ARGS)
 	$(PY) -I tests/faults --minutes $(MINUTES) --start $(START)
 
-bench: venv  ## measured budgets (SUITE=core, rpc, memory or engines)
+bench: venv  ## measured budgets (SUITE=core, rpc, memory, compaction or engines; ARGS=--help for each)
 	@$(BIN)/kvslotctl bench $(SUITE) $(ARGS)
 
 soak: venv  ## a daemon under mixed load and deaths: memory and descriptors flat, audit clean (SECONDS=3600)

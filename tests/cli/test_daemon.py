@@ -5,13 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvslot.api.wire import Namespace, messages
 from kvslot.cli import ctl
+from kvslot.daemon.main import DEMO
 
 from ..tools.daemon import Running, running
 from ..tools.painting import Painter, scatter
@@ -191,3 +194,41 @@ def test_settings_latency_and_a_drain_of_a_real_daemon(capsys: pytest.CaptureFix
         assert "draining already" in told(capsys, daemon, "drain")
         assert "ends now" in told(capsys, daemon, "drain", "--now")
         assert daemon.process.wait(5.0) == 0
+
+
+def test_the_recipe_of_the_compaction_page_makes_holes_and_closes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/compaction.md, "Try it": its commands give the free memory back in whole blocks, as its figures say."""
+    page = (Path(__file__).parents[2] / "docs" / "compaction.md").read_text(encoding="utf-8")
+    recipe = page.split("\n## Try it\n", 1)[1].split("\n## ", 1)[0]
+    (program,) = re.findall(r"```python\n(.*?)```", recipe, re.DOTALL)
+    said = [
+        line.removeprefix("$ kvslotctl ").split()
+        for line in re.findall(r"^\$ kvslotctl [^#\n]+", recipe, re.MULTILINE)
+    ]
+    assert [" ".join(each) for each in said] == [
+        "set compaction off", "evict 40%", "frag", "set compaction idle", "defrag status", "frag"
+    ]  # fmt: skip
+    file = tmp_path / "fill.py"
+    file.write_text(program)
+    size, layout = DEMO["pool_size"], DEMO["pool_layout"]
+    with running(pools=[{"name": "demo", "size": size, "layout": layout}]) as daemon:
+        off, evict, frag, idle, status, _ = said
+        assert told(capsys, daemon, *off) in recipe
+        subprocess.run([sys.executable, "-I", str(file), str(daemon.socket)], check=True, timeout=60)
+        assert told(capsys, daemon, *evict) in recipe
+        before = document(capsys, daemon, *frag)["rows"][0]
+        first = told(capsys, daemon, *frag).splitlines()[0]
+        assert first in recipe
+        assert told(capsys, daemon, *idle) in recipe
+        deadline = time.monotonic() + 30
+        while (row := document(capsys, daemon, *status)["rows"][0])["unpacked_pct"] > 5:
+            assert time.monotonic() < deadline, row
+            time.sleep(0.05)
+        after = document(capsys, daemon, *frag)["rows"][0]
+    share = 100 * before["blocks_free"] * before["block_size"] / before["free"]
+    assert f"Of {before['free']:,} free slots {share:.0f} % lay in whole blocks" in recipe
+    assert after["free"] == before["free"]
+    assert after["blocks_free"] > 3 * before["blocks_free"]
+    assert after["largest_free_run"] > 10 * before["largest_free_run"]
