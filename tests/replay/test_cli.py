@@ -79,12 +79,25 @@ def test_what_each_means_is_worth_stands_side_by_side(
     assert ctl.main([*argv, "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"placement.*\+ eviction.*\+ moves, forced", out)
-    for name in ("pinned_waste_pct", "blocks_free", "usable_run_pct"):
-        assert name in out
+    always = ("moved_tokens", "moves_abandoned", "blocks_given_back", "moved_per_given_back")
+    for name in ("pinned_waste_pct", "blocks_free", "usable_run_pct", *always):
+        assert f"│ {name} " in out
         assert name in Row.__struct_fields__
     assert "Compaction, before and after" in page.read_text(encoding="utf-8")
     assert ctl.main([*argv, "--json"]) == 0
-    found = [row for row in rows(capsys.readouterr().out) if row["phase"] == "all"]
+    text = capsys.readouterr().out
+    meta = json.loads(text)["meta"]
+    # What the page says in a sentence and beside its pictures stands in the terminal and in the JSON, too.
+    plain = " ".join(out.split())
+    (said,) = meta["compaction"]
+    assert said.startswith("mine: Free slots in blocks")
+    assert said in plain
+    (night,) = meta["quiet_nights"]
+    before, after = night["blocks_free_before"], night["blocks_free_after"]
+    assert f"wholly free blocks {before} -> {after} of {night['usable_blocks']}, " in plain
+    assert f"{night['usable_run_pct_before']:.1f} -> {night['usable_run_pct_after']:.1f} %; " in plain
+    assert (night["moved_per_given_back"] is None) == (after <= before)
+    found = [row for row in rows(text) if row["phase"] == "all"]
     assert [(row["policy"], row["emptying"], row["compaction"]) for row in found] == [
         ("token", True, "off"),
         ("slotted", False, "off"),

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -101,6 +101,63 @@ def test_short_memory_preempts_and_goes_on(place: Path) -> None:
     assert run.processes is not None
 
 
+NIGHTS = ProcessSettings(night=0.5, rest_every_s=0.5)
+"""Every half second the cache is evicted to half the pool, and what is left is compacted to rest."""
+
+
+def compacted() -> ReplayConfig:
+    return config(pool_tokens=20_000, block_size=64, compaction="forced")
+
+
+def test_what_moves_under_running_sequences_is_read_back_where_it_lies() -> None:
+    """Everybody stands still while the daemon compacts to rest; tables of sequences that run are among what moves, they
+    follow, and every slot is right.  The row says what the daemon moved.  (S19)"""
+    made = trace()
+    run, rows, *_ = replay_processes(made, compacted(), NIGHTS)
+    row, told = rows[0], run.processes
+    assert told is not None
+    moved = told.compaction
+    assert moved is not None
+    assert (row.compaction, row.means, moved.mode) == ("forced", "moves", "forced")
+    assert moved.rests >= 4
+    assert moved.moved_ranges > 0
+    assert moved.moved_ranges == sum(each.moved_ranges for each in told.clients)
+    assert (row.moved_tokens, row.moves) == (moved.moved_tokens, moved.published)
+    assert row.blocks_given_back == moved.blocks_given_back > 0
+    assert row.moves_abandoned == moved.abandoned_leased + moved.abandoned_freed
+    assert row.moved_tokens >= row.moves > 0
+    assert row.finished == len(made)
+    assert told.verified_tokens >= sum(made.total)
+    assert not moved.too_short
+
+
+DEAF: Final = """\
+import sys
+from kvslot.api.client import session
+from kvslot.replay.processes.client import main
+session.Session.follow = lambda self: self.moved.clear()
+sys.exit(main(sys.argv[1:]))
+"""
+"""A client that takes moves for heard, and reads on where its data was."""
+
+
+def test_a_client_that_does_not_follow_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same run with clients that go on reading old places: one of them reads what is another's by then."""
+    popen = subprocess.Popen
+
+    def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        at = (
+            command.index("kvslot.replay.processes.client")
+            if "kvslot.replay.processes.client" in command
+            else 0
+        )
+        return popen([command[0], "-Ic", DEAF, *command[at + 1 :]] if at else command, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(ProcessFault, match=r"wrong slot: client \d, sequence"):
+        replay_processes(trace(), compacted(), NIGHTS)
+
+
 @pytest.mark.parametrize("by", [1, -1])
 def test_a_planted_wrong_slot_ends_the_run(by: int) -> None:
     """A client whose table points one slot aside is told so, with all that is needed to find it."""
@@ -141,6 +198,35 @@ def test_the_command_prints_the_table_and_what_the_processes_did(capsys: pytest.
     assert list(told["rows"][0]) == list(Row.__struct_fields__)
 
 
+def test_the_command_says_what_the_daemon_moved(capsys: pytest.CaptureFixture[str]) -> None:
+    """--compaction via a socket: the column says so, rows of moves are there even as zeros, and a line tells the
+    rest; a run that is over before the first compaction is told of."""
+    argv = [
+        "replay",
+        "mtbench101_a",
+        "--requests",
+        "60",
+        "--policy",
+        "slotted",
+        "--via",
+        "socket",
+        "--no-optimum",
+    ]
+    argv += ["--clients", "2", "--pool-tokens", "8000", "--compaction", "forced", "--night", "0.5", "--json"]
+    assert ctl.main(argv) == 0
+    told = msgspec.json.decode(capsys.readouterr().out)
+    assert {row["compaction"] for row in told["rows"]} == {"forced"}
+    moved = told["meta"]["processes"][0]["compaction"]
+    assert (moved["mode"], moved["too_short"]) == ("forced", True)
+    assert ctl.main(argv[:-1]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\+ moves, forced", out)
+    for name in ("moved_tokens", "moves_abandoned", "blocks_given_back", "moved_per_given_back"):
+        assert re.search(rf"│ {name} ", out)
+    assert "compaction forced: " in out
+    assert "The run was over before all would have stood still" in " ".join(out.split())
+
+
 def test_a_wrong_slot_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     """Scripts see it: code 1, and one line that says where."""
     argv = ["replay", "mtbench101_a", "--requests", "120", "--policy", "slotted", "--via", "socket"]
@@ -158,6 +244,7 @@ def test_a_wrong_slot_is_an_exit_code(capsys: pytest.CaptureFixture[str]) -> Non
         (["--policy", "slotted", "--unsplit"], "--unsplit"),
         (["--policy", "slotted", "--clients", "65"], "1 to 64"),
         (["--policy", "slotted", "--max-live-search"], "--max-live-search"),
+        (["--policy", "slotted", "--night", "0.5", "--compaction", "idle"], "--compaction forced"),
     ],
 )
 def test_what_real_processes_cannot_do_is_said(
