@@ -395,7 +395,9 @@ class Admission:
 
     def _hopeless(self, page: int, need: int) -> bool:
         """Whether nothing will come free that could make whole pages for `need` slots; counted anew."""
-        if self._coming() or whole_pages(self.pool, page) * page >= need:
+        if self._coming():
+            return False
+        if whole_pages(self.pool, page) * page >= need:
             self._counted.pop(page, None)
             return False
         return True

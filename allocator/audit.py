@@ -300,7 +300,9 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             wrong.append(f"session {session.handle} has ended and is still listed")
         retired = sum(entry[1].length for waiting in (session.moved, session.settling) for entry in waiting)
         if session.retired_tokens != retired:
-            wrong.append(f"session {session.handle} holds up {retired} slots, {session.retired_tokens} are kept")
+            wrong.append(
+                f"session {session.handle} holds up {retired} slots, {session.retired_tokens} are kept"
+            )
         if session.charged > session.quota:
             wrong.append(
                 f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}"

@@ -65,6 +65,7 @@ class Move(msgspec.Struct, gc=False, eq=False):
 class Retired(msgspec.Struct, gc=False, eq=False):
     """Old slots that `waiting` sessions may still read."""
 
+    number: int
     extents: list[int]
     length: int
     waiting: int
@@ -74,6 +75,7 @@ class Moves:
     """The moves of one pool that have begun and whose copies have not ended, and the old places not yet free."""
 
     __slots__ = (
+        "_retirements",
         "abandoned_freed",
         "abandoned_leased",
         "blocks_given",
@@ -92,7 +94,8 @@ class Moves:
         self.pool = pool
         self.tickets: dict[int, Move] = {}
         self.of_node: dict[int, list[int]] = {}  # node -> its moves in this life of it
-        self.retired: dict[int, Retired] = {}  # by identity
+        self.retired: dict[int, Retired] = {}  # by a number that rises
+        self._retirements = 0
         self.retired_tokens = 0
         self.blocks_given = 0  # wholly free blocks more, by all that moves took and gave back so far
         self.moved_tokens = 0
@@ -233,8 +236,9 @@ class Moves:
         if not told:  # who holds it reads copies of its own
             pool._release(move.source, move.length, MOVING)
             return
-        retired = Retired(move.source, move.length, len(told))
-        self.retired[id(retired)] = retired
+        self._retirements += 1
+        retired = Retired(self._retirements, move.source, move.length, len(told))
+        self.retired[retired.number] = retired
         self.retired_tokens += move.length
         for session, pushes in told.items():
             session.moved.append((session.epoch, retired, pushes))
@@ -331,7 +335,7 @@ class Moves:
         session.retired_tokens -= retired.length
         retired.waiting -= 1
         if not retired.waiting:
-            del self.retired[id(retired)]
+            del self.retired[retired.number]
             self.retired_tokens -= retired.length
             before = self.pool.runs.blocks_free
             self.pool._release(retired.extents, retired.length, MOVING)

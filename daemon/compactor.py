@@ -39,7 +39,7 @@ from kvslot.daemon.logs import sparing
 from kvslot.defrag import Planner
 from kvslot.defrag.gaps import GapPredictor
 from kvslot.defrag.mover import Mover, Outcomes, Piece
-from kvslot.defrag.pace import Following, Order, Pace, Reading, Rules, pause
+from kvslot.defrag.pace import FOLLOW_SECONDS, ONCE_TIMES, Following, Order, Pace, Reading, Rules, pause
 from kvslot.defrag.windows import LONGEST
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ TICKET_PATIENCE: Final = 0.1
 REST: Final = 8
 """Times as long as a turn took, clients have the processor, if any were served meanwhile: at the most a ninth of the
 loop's time goes into it while others use it."""
+BURY_SECONDS: Final = 0.005
+"""Between two parts of a planner's memory that are given back."""
+LOG_MOST: Final = 1 << 16
+"""Changes, or as many as there are nodes, that wait for the planner at the most; then it begins anew."""
 FEED_REST: Final = 24
 """... and after one in which the planner took note of what they had changed, which is most of what it costs them."""
 AHEAD: Final = 1.0
@@ -130,9 +134,11 @@ class Compactor:
         self._gated = False
         self._flying: deque[int] = deque()
         self._planner: Planner | None = None
+        self._graves: list[memoryview[int]] = []  # memory of planners that are no more
         self._following = Following()
         self._given_up = False  # what was under way when it was switched off
         self._on = False  # there may be something to wind down
+        self._fed_before = False  # and the turn before, too
         self._feeding = False  # this turn went into that
         self._predictor: GapPredictor | None = None
         self._known: set[int] = set()  # sessions that the predictor has heard of
@@ -174,6 +180,9 @@ class Compactor:
 
     def upkeep(self, now: float) -> None:
         """Once a second: whether there is anything to gain, at the price of a few sums."""
+        tree = self.hosted.core.tree
+        if tree.log is not None and len(tree.log) > max(LOG_MOST, tree.nodes):
+            self._close_planner()  # nobody has asked it for long: a device that does not end a copy, for instance
         if self._planner is not None or self._flying or self.pace.once:
             self._awake.set()
         elif self.mode != "off" and now >= self._following.until:
@@ -248,7 +257,7 @@ class Compactor:
     def turn(self, now: float) -> float:
         """One slice of work; the seconds until the next one, unless poked: 0 for at once, inf for not at all."""
         self._take_settings()
-        self._feeding = False
+        self._fed_before, self._feeding = self._feeding, False
         if self._reap(now):
             return 0.0
         if self.mode == "off" and not self.pace.once:
@@ -396,12 +405,16 @@ class Compactor:
     def _keeps_up(self, now: float) -> bool:
         """Whether the planner is told of changes at least as fast as they come; where not, it is closed for a while."""
         planner, following = self._planner, self._following
-        if planner is None or self.pace.once:
+        if planner is None:
             return True
-        if following.fed(planner.index.behind, planner.index.complete, now):
+        patience = FOLLOW_SECONDS * (ONCE_TIMES if self.pace.once else 1)
+        index, again = planner.index, not self._fed_before
+        if following.fed(index.behind, index.complete, now, again=again, patience=patience):
             return True
         self._close_planner()
         self._shut()
+        self._sought = None
+        self.pace.end_once()
         away = following.until - now
         self.state = "backed off"
         self.pace.reason = f"the pool changes faster than it can be followed: looking again in {away:.0f} s"
@@ -412,8 +425,16 @@ class Compactor:
 
     def _close_planner(self) -> None:
         if self._planner is not None:
+            self._graves += self._planner.index.flats()
             self._planner.close()
             self._planner = None
+            self._bury()
+
+    def _bury(self) -> None:
+        # A flat at a time, since the kernel takes milliseconds to take back all.
+        if self._graves and not self._closed:
+            self._graves.pop()
+            self.server.loop.call_later(BURY_SECONDS, self._bury)
 
     def _seek(self, now: float) -> float:
         """Seconds to wait until a plan can be carried out, 0 for now: until then engines go on changing the pool."""

@@ -486,9 +486,10 @@ def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.i
 #     cursor = stage << 56 | place      stage 0  nodes        place: the next node's number
 #                                             1  sequences    the last handle listed
 #                                             2  fences       position of the session << 24 | of its fence
-#                                             3  others       padding, moves, the window: stretch of the window
+#                                             3  moves        padding, moves, old places: the last of those listed
+#                                             4  the window   the next stretch
 
-_STAGES: Final = 4
+_STAGES: Final = 5
 _STAGE_SHIFT: Final = 56
 _FENCE_BITS: Final = 24
 
@@ -499,7 +500,8 @@ def _map(view: PoolView, cursor: int, limit: int) -> Page:
     if stage >= _STAGES:
         raise BadRequest(f"cursor {cursor} is none that a page of the map ended with")
     found: dict[str, list[int]] = {}
-    place = (_map_nodes, _map_sequences, _map_fences, _map_others)[stage](core, place, limit, found)
+    listers = (_map_nodes, _map_sequences, _map_fences, _map_moves, _map_window)
+    place = listers[stage](core, place, limit, found)
     if place:
         cursor = stage << _STAGE_SHIFT | place
     else:
@@ -575,18 +577,30 @@ def _map_fences(core: Core, place: int, limit: int, found: dict[str, list[int]])
     return 0
 
 
-def _map_others(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+def _map_moves(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    moves = core.moves
+    moving = found["moving"] = []
     if not place:
         found["padding"] = [0, core.padding]
-        found["moving"] = [slot for move in core.moves.tickets.values() for slot in move.target]
+        moving += [slot for move in moves.tickets.values() for slot in move.target]
+    # Numbers only rise, as handles do.
+    numbers = list(moves.retired)
+    first = bisect_right(numbers, place)
+    stop = first + min(limit or OWNERS, OWNERS)
+    for number in numbers[first:stop]:
+        moving += moves.retired[number].extents
+        if len(moving) > 2 * EXTENTS:
+            return number if number != numbers[-1] else 0
+    return numbers[stop - 1] if stop < len(numbers) else 0
+
+
+def _map_window(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    window = core.admission.window
+    if window is None:
+        return 0
     stop = place + min(limit or OWNERS, OWNERS)
-    retired, window = core.moves.retired, core.admission.window
-    found.setdefault("moving", []).extend(
-        slot for each in islice(retired.values(), place, stop) for slot in each.extents
-    )
-    stretches = window.stretches if window is not None else []
-    found["reserved"] = [slot for stretch in stretches[place:stop] for slot in stretch]
-    return stop if stop < max(len(retired), len(stretches)) else 0
+    found["reserved"] = [slot for stretch in window.stretches[place:stop] for slot in stretch]
+    return stop if stop < len(window.stretches) else 0
 
 
 _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {

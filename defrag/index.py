@@ -43,6 +43,7 @@ MAP_NORESERVE: Final = 0x4000  # of Linux; memory that is not touched is not cou
 IN_PIECES = (
     5  # extents from which on a node may be worth gathering: twice as many as moves leave it in, and one
 )
+CROWDED = 256  # extents in a block from which on it is left as it is: to look at it once would take too long
 LEVELS = 64  # of fill; a block of fewer slots has one for each
 EXACT = 64  # holes of fewer slots have a class each, longer ones share it with those within 1/8
 HOLE_CLASSES = EXACT + 8 * 10 + 1
@@ -149,8 +150,12 @@ class Index:
         "_node_entry",
         "_origin",
         "_parked_free",
+        "_taken",
+        "_taken_at",
         "_until",
         "_used_view",
+        "_walk",
+        "crowded",
         "emptied",
         "entry_length",
         "entry_more",
@@ -172,6 +177,7 @@ class Index:
         "scattered",
         "size",
         "starved",
+        "steps",
         "used",
     )
 
@@ -203,11 +209,12 @@ class Index:
         self.entry_more = zeros(most)
         self._entries = 1  # that were ever in use, with the one that is none
         self._entries_free = 0
-        self._node_entry = zeros(len(pool.tree.keys) + 1024)  # the last of a node's entries
-        self._node_count = zeros(len(pool.tree.keys) + 1024)  # ... and how many there are
+        nodes = len(pool.tree.keys) + 1024
+        self._node_entry = zeros(max(nodes, most))  # the last of a node's entries
+        self._node_count = zeros(max(nodes, most))  # ... and how many there are
         # Nodes in `IN_PIECES` extents or more, each once, in no order; some may be in fewer again.
         self.scattered: deque[int] = deque()
-        self._is_scattered = bytearray(len(self._node_entry))
+        self._is_scattered = zeros(len(self._node_entry), "B")
         self._dirty: list[int] = []
         self._is_dirty = zeros(blocks, "B")
         self.groups_changed: list[int] = []
@@ -216,6 +223,8 @@ class Index:
         self.remaining: dict[int, list[tuple[int, int]]] = {}
         # Blocks that are planned to be emptied, until that has happened or not.
         self.emptied: set[int] = set()
+        self.crowded: set[int] = set()  # blocks in more than CROWDED extents
+        self.steps = 0  # extents that were looked at so far, in lists of blocks
         self.now = 0.0  # the latest time told
         self.page = 1  # slots of the longest page that a session reads by
         self.starved = False
@@ -226,9 +235,12 @@ class Index:
         self._answers: dict[int, bool] = {}
         self._asked_at = 0.0
         self._log: list[int] = []
-        self._keep = (
-            -1
-        )  # of the node at `_at` so many extents stay known, where it has left in part; -1: it has not
+        self._taken: list[int] = []  # ... out of this, from `_taken_at` on
+        self._taken_at = 0
+        # Of the node at `_at`, where it is half done: the entry and twice the number of the extent up to which it has
+        # been compared, from its end, and how many stay known as far as was seen; then, while it leaves, just those.
+        self._walk: tuple[int, int, int] | None = None
+        self._keep = -1
         # Nodes that have left where they were, and are to be entered where they are.
         self._coming: list[int] = []
         self._at = 0
@@ -238,7 +250,8 @@ class Index:
         flats += [flat for each in rings for flat in (each.before, each.after, each._ring)]
         # What is still to be touched for the first time: bytes of the members' part of the flat arrays.
         self._cold = [(np.frombuffer(flat, np.uint8)[: blocks * flat.itemsize], 0) for flat in flats]
-        self._cold += [(np.frombuffer(each, np.uint8), 0) for each in (self._node_entry, self._node_count)]
+        columns = (self._node_entry, self._node_count)
+        self._cold += [(np.frombuffer(each[:nodes], np.uint8), 0) for each in columns]
         pool.tree.log = []
         self._build = 0  # nodes from this number on have not been looked at; -1: all have
         self._building: list[int] = []  # ... and of those before it these
@@ -263,18 +276,21 @@ class Index:
         # one there.
         while budget > 0:
             if self._at == len(self._log):
-                if not tree.log:
+                if self._taken_at >= len(self._taken) and not tree.log:
                     break
+                if self._taken_at >= len(self._taken):
+                    self._taken, tree.log, self._taken_at = tree.log or [], [], 0
                 # A node that was cut again and again is looked at once.
-                self._log, self._at = list(dict.fromkeys(tree.log[:TAKEN])), 0
-                del tree.log[:TAKEN]
+                part = self._taken[self._taken_at : self._taken_at + TAKEN]
+                self._taken_at += TAKEN
+                self._log, self._at = list(dict.fromkeys(part)), 0
             log, at = self._log, self._at
             while at < len(log) and budget > 0:
                 budget -= self._leave(log[at], budget)
-                if self._keep < 0:
+                if self._walk is None and self._keep < 0:
                     at += 1
             self._at = at
-        if self._at < len(self._log) or tree.log:
+        if self._at < len(self._log) or self._taken_at < len(self._taken) or tree.log:
             return True
         coming = self._coming
         while coming and budget > 0:
@@ -297,8 +313,9 @@ class Index:
         while dirty and budget > 0:
             block = dirty.pop()
             is_dirty[block] = 0
+            steps = self.steps
             survey(block, self.now)
-            budget -= 1
+            budget -= 1 + ((self.steps - steps) >> 4)
         return bool(dirty or coming or self._again)
 
     @property
@@ -312,23 +329,44 @@ class Index:
 
     @property
     def behind(self) -> int:
-        """Changes that are still to be taken note of: of nodes while it is not `complete`, then of blocks too."""
-        left = len(self._log) - self._at + len(self.pool.tree.log or ()) + len(self._coming)
+        """Changes that are still to be taken note of: of nodes while it is not `complete`, then of blocks too.
+
+        A node that is taken in by parts counts with what is left of it.  0 while memory is touched first.
+        """
+        if self._cold:
+            return 0
+        left = len(self._log) - self._at + max(0, len(self._taken) - self._taken_at)
+        left += len(self.pool.tree.log or ()) + len(self._coming)
+        counts = self._node_count
+        if self._keep >= 0:
+            left += counts[abs(self._log[self._at])] - self._keep
+        if self._coming and (node := self._coming[-1]) < len(counts):
+            left += max(0, (len(self._extents(node)) >> 1) - counts[node])
         return left if self._build >= 0 else left + len(self._dirty)
 
+    def flats(self) -> list[memoryview[int]]:
+        """Its memory, for whoever gives it back bit by bit: megabytes at once take milliseconds."""
+        found = [self.used, self.first, self._is_dirty, self._parked_free, self._until]
+        found += [self._node_entry, self._node_count, self._is_scattered]
+        found += [self.entry_node, self.entry_slot, self.entry_length]
+        found += [self.entry_next, self.entry_tail, self.entry_more]
+        for each in (self.fills, self.holes):
+            found += [each.before, each.after, each._ring]
+        return found
+
     def _grow(self, nodes: int) -> None:
-        """Room for that many nodes and as many again."""
-        for name in ("_node_entry", "_node_count"):
-            old, new = getattr(self, name), zeros(2 * nodes)
+        """Room for that many nodes and as many again: there were more than slots, which is hardly ever so."""
+        for name in ("_node_entry", "_node_count", "_is_scattered"):
+            old = getattr(self, name)
+            new = zeros(2 * nodes, "i" if old.itemsize == 4 else "B")
             new[: len(old)] = old
             setattr(self, name, new)
-        self._is_scattered += bytes(2 * nodes - len(self._is_scattered))
 
     def _leave(self, node: int, budget: int) -> int:
         """A node's slots may have changed: where it is known elsewhere, it is not any more.  Returns what that cost.
 
         Negative: they were cut at the end, and are otherwise what they were.  What costs more than `budget` is left
-        half done, `_keep` says how far: the same is to be asked again before anything else.
+        half done, `_walk` or `_keep` say how far: the same is to be asked again before anything else.
         """
         tree = self.pool.tree
         cut = node < 0
@@ -343,18 +381,29 @@ class Index:
         if keep < 0:
             extents = self._extents(node)
             n = len(extents) >> 1
-            keep = min(n, count)
+            # Where it was left half done it may have changed since: then it comes once more.
+            each, i, keep = self._walk or (entry, 2 * count, count)
+            self._walk = None
+            if keep > n:
+                keep = n
             slots, lengths = self.entry_slot, self.entry_length
-            each, i, last = entry, 2 * count, 2 * keep
-            least = max(0, last - 2) if cut else 0
-            while i > least:
+            least = max(0, 2 * min(n, count) - 2) if cut else 0
+            last = 2 * n
+            stop = max(least, i - (budget << 5))
+            while i > stop:
                 i -= 2
                 if i < last and (slots[each] != extents[i] or lengths[each] != extents[i + 1]):
                     keep = i >> 1
                 each = more[each]
-            cost = 1 + ((2 * count - least) >> 5)
+            cost = 1 + ((2 * count - i) >> 5)
+            if i > least:
+                self._walk = each, i, keep
+                return budget
             if keep < n:
                 self._coming.append(node)
+            if n >= IN_PIECES and not self._is_scattered[node]:
+                self._is_scattered[node] = 1
+                self.scattered.append(node)
         while count > keep:
             if cost >= budget:
                 self._keep = keep
@@ -485,16 +534,17 @@ class Index:
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def entries(self, block: int) -> list[int]:
-        """The extents that touch a block, in no order."""
+        """The extents that touch a block, in no order; of a crowded one, some."""
         entry = self.first[block]
         if entry <= 0:
             return [-entry] if entry else []
         start = block * self.size
         slots, following, tails = self.entry_slot, self.entry_next, self.entry_tail
-        found = []
-        while entry:
+        found: list[int] = []
+        while entry and len(found) <= CROWDED:
             found.append(entry)
             entry = following[entry] if slots[entry] >= start else tails[entry]
+        self.steps += len(found)
         return found
 
     def spans(self, block: int) -> list[tuple[int, int, int]]:
@@ -511,6 +561,13 @@ class Index:
         self._unpark(block)
         self.remaining.pop(block, None)
         self.emptied.discard(block)
+        if size > CROWDED:
+            if len(self.entries(block)) > CROWDED:
+                self.crowded.add(block)
+                self.fills.drop(block)
+                self.holes.drop(block)
+                return
+            self.crowded.discard(block)
         if not 0 < used < size or (block + 1) * size <= self.pool.padding:
             self.fills.drop(block)
             self.holes.drop(block)
@@ -569,7 +626,9 @@ class Index:
         return found, free, longest
 
     def left(self, block: int) -> list[tuple[int, int]]:
-        """The free stretches of a used block that nothing is planned for, in order."""
+        """The free stretches of a used block that nothing is planned for, in order; none of a crowded one."""
+        if block in self.crowded:
+            return []
         found = self.remaining.get(block)
         return self.gaps(block)[0] if found is None else found
 
@@ -669,6 +728,10 @@ def check(index: Index) -> list[str]:
     for block, count in enumerate(used):
         if index.used[block] != count:
             wrong.append(f"block {block}: {index.used[block]} used, {count} are")
+        if (block in index.crowded) != (len(touching[block]) > CROWDED):
+            wrong.append(f"block {block}: in {len(touching[block])} extents")
+        if block in index.crowded:
+            continue
         seen = {(slot, end, index.entry_node[entry]) for slot, end, entry in index.spans(block)}
         if seen != touching[block]:
             wrong.append(f"block {block}: holds {seen}, not {touching[block]}")

@@ -51,8 +51,8 @@ GAPLESS_SECONDS: Final = 0.5
 """Without a gap that could be used, from which on the duty cycle may be."""
 FOLLOW_SECONDS: Final = 0.5
 """In which what is still to be taken note of must become less."""
-FOLLOW_PAUSE: Final = 0.1
-"""Without a look, after which those seconds begin anew: meanwhile there was something else to do."""
+ONCE_TIMES: Final = 10
+"""Times as long, where somebody asked for it."""
 AWAY_FIRST: Final = 1.0
 AWAY_LAST: Final = 32.0
 """Seconds for which the pool is not followed where it does not: from, to, doubled each time."""
@@ -133,6 +133,11 @@ class Pace:
         """Goes through every purpose once, to its end, whatever the thresholds and rests say."""
         self.once = True
         self.once_left = [Purpose.FREE_BLOCKS, Purpose.RUN, Purpose.JOIN]
+
+    def end_once(self) -> None:
+        """What was asked for once cannot be had."""
+        self.once = False
+        self.once_left = []
 
     def reset(self) -> None:
         """Begins afresh: no pass under way, no rest kept."""
@@ -325,19 +330,23 @@ class Following:
     def __init__(self) -> None:
         self.until = -math.inf  # when the pool may be followed again
         self._away = 0.0
-        self._least = self._since = self._last = 0.0
+        self._least = self._since = 0.0
         self._built = False
 
     def begin(self, now: float) -> None:
         """The planner begins to listen."""
-        self._least, self._since, self._built, self._last = math.inf, now, False, now
+        self._least, self._since, self._built = math.inf, now, False
 
-    def fed(self, left: int, built: bool, now: float) -> bool:
-        """So many changes are left, all there was before being known (`built`) or not; False: it is let be."""
-        last, self._last = self._last, now
-        if not left or left < self._least or built != self._built or now - last > FOLLOW_PAUSE:
+    def fed(
+        self, left: int, built: bool, now: float, *, again: bool = False, patience: float = FOLLOW_SECONDS
+    ) -> bool:
+        """So many changes are left, all there was before being known (`built`) or not; False: it is let be.
+
+        `again`: since the last look there was something else to do, so the seconds begin anew.
+        """
+        if not left or left < self._least or built != self._built or again:
             self._least, self._since, self._built = left, now, built
-        if now - self._since <= FOLLOW_SECONDS:
+        if now - self._since <= patience:
             return True
         self._away = min(max(AWAY_FIRST, 2 * self._away), AWAY_LAST)
         self.until = now + self._away

@@ -177,6 +177,38 @@ def test_what_one_feed_takes_is_bounded_for_the_longest_node() -> None:
     assert check(index) == []
 
 
+def test_a_number_that_comes_back_in_the_same_slots_is_still_in_pieces() -> None:
+    """Dropped from those in pieces before the index has heard of its end, it is among them again."""
+    maker = Maker(40)
+    single = [maker.pool.padding + 2 * each for each in range(6)]
+    extents = [value for slot in single for value in (slot, 1)]
+    node = maker.at(*extents)
+    index = fed(Index(maker.pool))
+    maker.remove(node)
+    index.no_more_scattered()
+    assert maker.at(*extents) == node
+    assert check(fed(index)) == []
+
+
+def test_a_log_of_any_length_is_taken_in_parts() -> None:
+    """Changes wait in the order they came, and count as behind until they are taken note of."""
+    maker = Maker(300)
+    for _ in range(1000):
+        maker.add(2)
+    index = fed(Index(maker.pool))
+    for node in list(maker.nodes):
+        maker.remove(node)
+    left = [index.behind]
+    assert left[0] >= 1000
+    while index.feed(8) and index.behind > 300:
+        left.append(index.behind)
+    assert left == sorted(left, reverse=True)
+    assert len(left) > 50
+    fed(index)
+    assert index.behind == 0
+    assert check(index) == []
+
+
 def test_a_recount_finds_a_planted_fault() -> None:
     """An index that has not heard of a node is found out."""
     maker = Maker(20)

@@ -268,6 +268,6 @@ def test_what_becomes_less_is_followed_to_its_end() -> None:
         assert following.fed(80_000 - step, True, 90.0 + 0.09 * step)
     assert fed(following, 0, 180.0, 182.0)
     assert fed(following, 5_000, 182.0, 182.4)
-    assert following.fed(9_000, True, 200.0)  # what was planned has been moved meanwhile
+    assert following.fed(9_000, True, 200.0, again=True)  # what was planned has been moved meanwhile
     assert fed(following, 9_000, 200.0, 200.4)
     assert not fed(following, 9_000, 200.4, 200.6)

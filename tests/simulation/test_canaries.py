@@ -82,7 +82,7 @@ CANARIES = [
     C("3.5 NEVER for what cannot fit", Pool, "allocate", "if n > limit:", "if n > 2 * limit:"),
     C("3.5 NEVER names the caller's limit", Pool, "allocate", "return Never(n, limit)", "return Never(n, self.usable)"),
     C("3.5 not NEVER while memory comes back", Admission, "starve", "self._occupied(sequence) + need > limit", "True"),
-    C("3.5 not NEVER by an old count of pages", Admission, "_hopeless", " or whole_pages(self.pool, page) * page >= need", "", test_admission.test_growth_in_whole_pages_is_given_up_only_after_a_count),
+    C("3.5 not NEVER by an old count of pages", Admission, "_hopeless", "whole_pages(self.pool, page) * page >= need", "False", test_admission.test_growth_in_whole_pages_is_given_up_only_after_a_count),
     C("3.5 quotas bind", Admission, "_admit", "if session.charged + need + self._growth_of(session) > session.quota:", "if False:"),
     C("3.5 quotas bind growth", Admission, "grow", "if session.charged + need > session.quota:", "if False:"),
     C("3.5 what is leased is not evicted", PrefixTree, "hold", "if not self.kid[node]:", "if False:"),
