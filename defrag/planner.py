@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 
     from kvslot.allocator.pool import Pool
 
-WORK = 240  # for a plan: about 2 us each
+WORK = 320  # for a plan: about 2 us each
+STEPS_SHIFT = (
+    2  # four extents of a block that is looked at for its holes are as much work as one of a few extents
+)
+WIDE = 16  # extents that a block is looked at for at a time, from which on its holes are at hand during the plan ...
+WIDE_MOST = 4  # ... of so many blocks
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
 COST_MOST = 0.9  # of the slots given back: what may be paid for them where more than ...
 LOOSE = 0.04  # ... so much of the blocks in use is free, and ...
@@ -112,6 +117,8 @@ class Planner:
         self._last = 0  # the ring up to which blocks are emptied by this plan
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
+        # Holes of blocks in many extents, and of those beside them, that were looked at in this plan.
+        self._wide: dict[int, list[tuple[int, int]]] = {}
 
     def feed(self, budget: int = 128, now: float = 0.0) -> bool:
         """Takes note of what has changed, `budget` changes at the most; True: there are more."""
@@ -178,6 +185,7 @@ class Planner:
         index = self.index
         if self.pool.unit > 1:
             return plan
+        self._wide.clear()
         fills = index.fills
         # The denser the blocks in use are, the less another one may cost.
         size, runs = index.size, self.pool.runs
@@ -236,8 +244,13 @@ class Planner:
         high = low + size
         pieces: list[Piece] = []
         cost = 0
-        self._work -= 4
-        for slot, end, entry in index.spans(block):
+        steps = index.steps
+        spans = index.spans(block)
+        self._work -= 4 + ((index.steps - steps) >> STEPS_SHIFT)
+        if self._work < len(spans):
+            self._work = min(self._work, 0)
+            return 0
+        for slot, end, entry in spans:
             node = index.entry_node[entry]
             if node in self._doomed:
                 return 0
@@ -305,6 +318,19 @@ class Planner:
             return []
         return [first, most, self._take(*hole, n - most, undo), n - most]
 
+    def _at_hand(self, n: int, used: int, phase: int) -> tuple[int, int] | None:
+        """A hole that fits `n` tokens exactly, among those of the blocks in many extents that have been looked at."""
+        remaining, page = self.index.remaining, self.index.page
+        for block, found in self._wide.items():
+            if not self._is_target(block, used):
+                continue
+            holes = remaining.get(block, found)
+            self._work -= len(holes) >> 5
+            for hole in holes:
+                if hole[1] == n and (phase < 0 or hole[0] % page == phase):
+                    return hole
+        return None
+
     def _longest(self, most: int, used: int) -> tuple[int, int] | None:
         """About the longest hole of at most `most` slots, or the part of one, among a few."""
         index = self.index
@@ -320,7 +346,6 @@ class Planner:
             for _ in range(min(holes.count[c], EACH)):
                 following = after[block]
                 looks -= 1
-                self._work -= 1
                 hit = False
                 for hole in self._within(block, used):
                     if hole[1] <= most and (best is None or hole[1] > best[1]):
@@ -328,6 +353,8 @@ class Planner:
                 if not hit:
                     holes.put(block, c)
                 elif best is not None and hole_class(best[1]) >= c:
+                    return best
+                if self._work <= 0:
                     return best
                 block = following
             if best is not None:
@@ -341,6 +368,10 @@ class Planner:
         holes = index.holes
         after, members = holes.after, holes.members
         self._work -= 2
+        if self._wide:
+            at_hand = self._at_hand(n, used, phase)
+            if at_hand is not None:
+                return at_hand
         looks = min(LOOKS, self._work)
         c = hole_class(n)
         occupied = holes.occupied >> c
@@ -354,7 +385,6 @@ class Planner:
             for _ in range(min(holes.count[c], EACH)):
                 following = after[block]
                 looks -= 1
-                self._work -= 1
                 hit = False
                 for hole in self._within(block, used):
                     left = hole[1] - n
@@ -367,6 +397,8 @@ class Planner:
                     return best
                 if not hit:
                     holes.put(block, c)  # at the end: the next search looks at others first
+                if self._work <= 0:
+                    return best
                 block = following
             if best is not None:
                 return best
@@ -375,14 +407,17 @@ class Planner:
 
     def _within(self, block: int, used: int) -> list[tuple[int, int]]:
         """The holes of a target block, with what of them lies in the next block on either side if that is one too."""
+        self._work -= 1
         if not self._is_target(block, used):
             return []
         index = self.index
-        size = index.size
+        size, steps = index.size, index.steps
         low = block * size
         high = low + size
-        found = index.left(block)
+        own = self._wide.get(block) if block not in index.remaining else None
+        found = own = index.left(block) if own is None else own
         if not found:
+            self._work -= (index.steps - steps) >> STEPS_SHIFT
             return found
         slot, n = found[-1]
         if slot + n == high and self._is_target(block + 1, used):
@@ -394,6 +429,11 @@ class Planner:
             beside = index.left(block - 1)
             if beside and sum(beside[-1]) == low:
                 found = [(beside[-1][0], n + beside[-1][1]), *found[1:]]
+        if index.steps - steps > WIDE and block not in index.remaining:
+            if len(self._wide) == WIDE_MOST:
+                del self._wide[next(iter(self._wide))]
+            self._wide[block] = own
+        self._work -= (index.steps - steps) >> STEPS_SHIFT
         return found
 
     def _is_target(self, block: int, used: int) -> bool:

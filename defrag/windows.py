@@ -31,7 +31,10 @@ BACK_OFF = 60.0  # seconds after which what was in the way is looked at again ..
 BACK_OFF_WAITING = 2.0  # ... and where somebody waits for a run
 PASS_GAIN = 1000  # 1/1000 of what is free: a pass that cleared more is followed by another
 OPENED_AHEAD = 16  # groups of holes looked at for one that takes a piece whole, before it is cut
-PLACING = 160  # work that the pieces of a window are always given, however many there were to be looked at
+PLACING = 240  # work that the pieces of a window are always given, however many there were to be looked at
+EXTENTS = 256  # looked at together: of a window in more, or of a group of holes, the rest has its turn later
+LOOKED = 10.0  # seconds for which it is believed that nothing in such a window stays
+TAKEN = 4096  # slots in use and not cached, one after the other, from which on nobody looks where they end
 STRIDE = 4096  # blocks: what a search for one window looks at together
 IMPOSSIBLE = 1 << 40
 _ZERO = np.zeros(1, dtype=np.int64)
@@ -209,6 +212,10 @@ class Windows:
         # Where something was planned up to in this plan -> the end of the free run that it was taken from.
         self._planned: dict[int, int] = {}
         self._search: Search | None = None
+        # A window in too many extents to be looked at together: its first block, the one up to which it has been, and
+        # until when that is believed.
+        self._looked = (0, 0, 0.0)
+        self._opening: list[tuple[int, int]] = []  # blocks whose holes are still to be added
         self._part = max(2, self.pool.unit)
         self.work = 0
 
@@ -382,6 +389,7 @@ class Windows:
         """Forgets all holes."""
         self._changed += self._opened
         self._opened.clear()
+        self._opening.clear()
         self._whole.clear()
         self._old += self._holes.classes.values()
         self._parts += self._holes.lengths.values()
@@ -401,7 +409,7 @@ class Windows:
         """Plans to clear a window, or part of it where all is too much for now; False: that is all for this plan."""
         first = group * self.group + self.offset[group]
         self._source = group
-        pieces, stuck, busy = self.pieces(first, first + self.group)
+        pieces, stuck, busy, whole = self._look(first, first + self.group, now)
         if self.index.starved:
             return False
         if stuck:
@@ -418,11 +426,13 @@ class Windows:
             self._fresh = False
         elif self.work <= 0:
             return False
+        if not pieces and not whole:
+            return False
         pieces.sort(key=_by_length)
         undo: list[tuple[int, int, bool]] = []
         targets: list[list[int]] = []
         for piece in pieces:
-            if budget < piece.length and (plan.moves or targets):
+            if (budget < piece.length and (plan.moves or targets)) or (self.work <= 0 and targets):
                 break
             target = self._place(piece, undo)
             if target is None:
@@ -440,7 +450,7 @@ class Windows:
                 PlannedMove(piece.node, piece.at, piece.length, [piece.slot, piece.length], target)
             )
             plan.cost += piece.length
-        whole = len(targets) == len(pieces)
+        whole = whole and len(targets) == len(pieces)
         if whole:
             plan.gain += self.span
         self._wait(group, LEAVING, now)
@@ -468,7 +478,9 @@ class Windows:
                 self._search = None
                 return
             start = found
-            pieces, stuck, busy = self.pieces(start, start + blocks)
+            pieces, stuck, busy, whole = self._look(start, start + blocks, now)
+            if not whole and not pieces and not stuck and not busy:
+                break  # not all of it has been looked at
             if not pieces and not stuck and not busy:
                 stuck = self._taken(start, start + blocks)
             if busy or self.index.starved:
@@ -490,7 +502,7 @@ class Windows:
             undo: list[tuple[int, int, bool]] = []
             targets: list[list[int]] = []
             for piece in pieces:
-                if budget < piece.length and targets:
+                if (budget < piece.length or self.work <= 0) and targets:
                     break
                 target = self._place(piece, undo) or (self._anywhere(piece.length) if self.work > 0 else None)
                 if target is None:
@@ -507,7 +519,7 @@ class Windows:
                     PlannedMove(piece.node, piece.at, piece.length, [piece.slot, piece.length], target)
                 )
                 plan.cost += piece.length
-            if len(targets) == len(pieces):
+            if whole and len(targets) == len(pieces):
                 plan.gain = blocks * self.index.size
             break
         plan.settled = False
@@ -516,18 +528,21 @@ class Windows:
         """Which of these blocks, in which nothing is cached, are not free."""
         runs, size = self.pool.runs, self.index.size
         low, high = first * size, last * size
-        self.work -= (high - low) >> 3
         stuck: list[int] = []
-        at = low
-        for slot in range(low, high):
+        slot = at = low
+        while slot < high and slot - at < TAKEN:
             n = runs.length_at.get(slot, 0)
             if n:
-                stuck += range(at // size, (slot - 1) // size + 1)
-                at = slot + n
-            elif slot > at and runs.start_at.get(slot, slot) <= low:
+                stuck += range(at // size, (slot - 1) // size + 1) if slot > at else ()
+                slot = at = slot + n
+                self.work -= 1
+                continue
+            if slot > at and runs.start_at.get(slot, slot) <= low:
                 at = slot  # free from before the first of them
+            slot += 1
         if at < high:
-            stuck += range(at // size, last)
+            stuck += range(at // size, (min(slot, high) - 1) // size + 1)
+            self.work -= (slot - at) >> 3
         return sorted(set(stuck))
 
     def _anywhere(self, n: int) -> list[int] | None:
@@ -555,24 +570,43 @@ class Windows:
         if kept != group and kept not in self._whole:
             self._whole.add(kept)
             first = kept * self.group + self.offset[kept]
-            self._stretches(first, first + self.group)
+            self._opening.append((first, first + self.group))
 
     def _wait(self, group: int, ring: int, now: float) -> None:
         self.windows.put(group, ring)
         self._later.append((now + BACK_OFF, group, []))
 
-    def pieces(self, first: int, last: int) -> tuple[list[Piece], list[int], bool]:
-        """What is to go from the blocks [first, last), those that something stands in which cannot, and whether
-        anything there is moving already."""
+    def _look(self, first: int, last: int, now: float) -> tuple[list[Piece], list[int], bool, bool]:
+        """As `pieces`, and whether that is all there is in the blocks [first, last).
+
+        Where there is too much to be looked at together all of it is first looked at part by part, one in each plan,
+        and nothing is to go; then what is in front is, as long as that is believed.
+        """
+        start, reached, until = self._looked
+        known = start == first and now <= until
+        seen = known and reached >= last
+        begin = reached if known and not seen else first
+        pieces, stuck, busy, end = self.pieces(begin, last)
+        if stuck or busy or self.index.starved:
+            self._looked = (0, 0, 0.0)
+        elif not seen and not begin == first < end == last:
+            self._looked = (first, end, until if known else now + LOOKED)
+            return [], [], False, False
+        return pieces, stuck, busy, end == last
+
+    def pieces(self, first: int, last: int) -> tuple[list[Piece], list[int], bool, int]:
+        """What is to go from the blocks [first, last), those that something stands in which cannot, whether anything
+        there is moving already, and the block up to which that was looked at."""
         index, pool = self.index, self.pool
         size = index.size
         length_at, start_at = pool.runs.length_at, pool.runs.start_at
-        low, high = first * size, last * size
         pieces: list[Piece] = []
         stuck: set[int] = set()
         busy = False
+        spans, last = self.spans(first, last)
+        low, high = first * size, last * size
         at = low
-        for slot, end, entry in self.spans(first, last):
+        for slot, end, entry in spans:
             if slot > at:
                 begin = start_at.get(slot, -1)
                 if begin != at and not (at == low and 0 <= begin <= low):
@@ -596,16 +630,17 @@ class Windows:
             if at + n < high:
                 stuck.update(range((at + n) // size, last))
         self.work -= 2 * len(pieces)
-        return pieces, sorted(stuck), busy
+        return pieces, sorted(stuck), busy, last
 
-    def spans(self, first: int, last: int) -> list[tuple[int, int, int]]:
-        """(slot, end, entry) of the extents that touch the blocks [first, last), in order."""
+    def spans(self, first: int, last: int) -> tuple[list[tuple[int, int, int]], int]:
+        """(slot, end, entry) of the extents that touch the blocks [first, last), in order, and the block up to which
+        those are: there may be too many to be looked at together.  Crowded blocks are left out."""
         index = self.index
-        size, used = index.size, index.used
+        size, used, crowded = index.size, index.used, index.crowded
         found: list[tuple[int, int, int]] = []
         block = first
-        while block < last:
-            if used[block]:
+        while block < last and len(found) < EXTENTS:
+            if used[block] and block not in crowded:
                 spans = index.spans(block)
                 if found and spans[0][2] == found[-1][2]:
                     del spans[0]
@@ -614,8 +649,9 @@ class Windows:
                     block = found[-1][1] // size  # it covers all in between
                     continue
             block += 1
-        self.work -= 4 + ((last - first) >> 1) + len(found)
-        return found
+        block = min(block, last)
+        self.work -= 4 + ((block - first) >> 1) + len(found)
+        return found, block
 
     # -- targets -----------------------------------------------------------------------------------------------
 
@@ -623,7 +659,7 @@ class Windows:
         """Slots for a piece, as flat extents; None: there are none, or, with no work left, none yet."""
         holes = self._holes
         n = piece.length
-        self.work -= 2
+        self.work -= 3
         ahead = OPENED_AHEAD
         phase, page = piece.phase, self.index.page
         out_of_phase: list[tuple[int, int, bool]] = []
@@ -720,7 +756,14 @@ class Windows:
         return ring > self._level and ring not in (CLEAR, LEAVING)
 
     def _open(self) -> bool:
-        """Adds the holes of the fullest group that has not been; False: there is none."""
+        """Adds the holes of the fullest group that has not been, or of the next part of one; False: there is none."""
+        while self._opening:
+            first, last = self._opening.pop()
+            if first < last:
+                reached = self._stretches(first, last)
+                if reached < last:
+                    self._opening.append((reached, last))
+                return True
         occupied = self.fills.occupied
         if not occupied:
             return False
@@ -741,19 +784,20 @@ class Windows:
             if window not in (-1, self._source) and self.windows.ring_of(window) == self._level:
                 self._wait(window, KEPT, self.index.now)  # where sources and targets meet: this one is filled
             if window < 0 or (window not in self._whole and self._is_target(block)):
-                self._stretches(block, stop)
+                self._opening.append((block, stop))
             block = stop
         return True
 
-    def _stretches(self, first: int, last: int) -> None:
-        """Adds what is free in the blocks [first, last)."""
+    def _stretches(self, first: int, last: int) -> int:
+        """Adds what is free in the blocks [first, last), or in as many as may be looked at together; up to which."""
         size = self.index.size
         length_at, start_at = self.pool.runs.length_at, self.pool.runs.start_at
         unit = self.pool.unit
+        spans, last = self.spans(first, last)
         low, high = first * size, last * size
         at = low
         add = self._holes.add
-        for slot, end, _ in self.spans(first, last):
+        for slot, end, _ in spans:
             if slot > at:
                 begin = start_at.get(slot, -1)
                 if begin >= 0 and begin <= at:
@@ -771,6 +815,7 @@ class Windows:
             n = min(length_at.get(at, 0), high - at)
             if n >= unit:
                 add(at, n, True)
+        return last
 
 
 class Search:

@@ -7,8 +7,9 @@ import pytest
 
 from kvslot.allocator import EVICTIONS, Admitted, OutOfTurn, Pool, PoolConfig, Session, Space
 from kvslot.defrag import Greedy, Plan, Planner, Purpose, rest
-from kvslot.defrag.index import Index, check
-from kvslot.defrag.windows import Holes
+from kvslot.defrag.index import CROWDED, Index, check
+from kvslot.defrag.planner import STEPS_SHIFT, WORK
+from kvslot.defrag.windows import EXTENTS, Holes, extents_most
 
 from .pools import Maker, bound, carry_out, in_runs, packing, sound, state
 
@@ -393,6 +394,83 @@ def test_a_settled_pool_gets_an_empty_plan(monkeypatch: pytest.MonkeyPatch) -> N
         assert plan.settled
         assert not plan.moves
     assert not looked
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_size", "lengths"),
+    [(1500, 16, short), (80, 528, short), (60, 8192, mixed), (8, 4096, short)],
+)
+def test_a_plan_looks_at_few_extents_however_many_there_are(
+    blocks: int, block_size: int, lengths: Lengths
+) -> None:
+    """What a plan or a feed looks at is bounded, whatever the size of the blocks and whatever is in them."""
+    maker = Maker(blocks, block_size).fill(lengths, random.Random(16), 0.6)
+    planner = Planner(maker.pool)
+    index = planner.index
+
+    def feed(now: float) -> None:
+        more = True
+        while more:
+            before = index.steps
+            more = planner.feed(64, now)
+            assert index.steps - before <= 64 * 16 + CROWDED + 1
+
+    feed(0.0)
+    for purpose in Purpose:
+        for nth in range(40):
+            before = index.steps
+            plan = planner.plan(2048, purpose, 0.1 * nth)
+            assert index.steps - before <= (WORK << STEPS_SHIFT) + 4 * CROWDED
+            assert len(plan.moves) <= WORK
+            assert carry_out(maker.pool, plan) == 0
+            feed(0.1 * nth)
+    assert check(index) == []
+    planner.close()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_window_in_very_many_extents_is_looked_through_before_it_is_cleared(held: bool) -> None:
+    """Where not all of a window can be looked at together nothing of it is moved before all has been, and then all is;
+    what stands far behind in it and may not go keeps the rest where it is."""
+    maker = Maker(36, 528)
+    nodes = [maker.at(528 * block + 3 * i, 1) for block in range(1, 33) for i in range(20)]
+    for block in range(33, 36):
+        maker.at(528 * block, 200)
+    pool = maker.pool
+    assert len(nodes) > 2 * EXTENTS
+    if held:
+        pool.tree.hold(nodes[-1])
+    done = rest(pool, (Purpose.RUN,))
+    assert done.moves == (0 if held else len(nodes))
+    assert (in_runs(pool) > 0.9) != held
+    if not held:
+        sound(pool)
+
+
+def test_blocks_in_very_many_extents_are_left_as_they_are() -> None:
+    """A crowded block is neither emptied nor filled up; one that is no more is."""
+    maker = Maker(12, 1024)
+    pool = maker.pool
+    crowd = [maker.at(1024 + 3 * i, 1) for i in range(CROWDED + 1)]
+    maker.at(3 * 1024, 900)
+    lonely = maker.at(5 * 1024, 20)
+    planner = planner_of(pool)
+    assert planner.index.crowded == {1}
+    moves = ask(planner, Purpose.FREE_BLOCKS).moves
+    assert [move.node for move in moves] == [lonely]
+    assert all(slot // 1024 == 3 for move in moves for slot in move.target[::2])
+    maker.remove(crowd[0])
+    planner.feed()
+    assert not planner.index.crowded
+    planner.close()
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "most"), [(64, 16, 9), (64, 64, 3), (640, 528, 7), (640, 8192, 7)]
+)
+def test_extents_that_a_node_may_come_to_lie_in(length: int, size: int, most: int) -> None:
+    """About twice as many as it fills blocks, or one for each 128 tokens, and two."""
+    assert extents_most(length, size) == most
 
 
 def test_S47_nothing_is_moved_back_and_forth() -> None:
