@@ -1,12 +1,14 @@
 """Moves in a replay: what they leave of the pool, what they are paid with, and how the means are told apart."""
 
 import random
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvslot.allocator import audit
+from kvslot.cli import ctl
 from kvslot.replay import Case, Outcome, ReplayConfig, Trace, find, load, means, replay, run_cases
 from kvslot.replay.compaction import Compactor
 from kvslot.replay.policies import Admitted, PolicyConfig
@@ -179,6 +181,32 @@ def test_means_are_three_runs_of_one_case() -> None:
     assert 'id="compaction"' in page
     assert page.count("<svg") == 3  # the mark, before and after
     assert "placement alone" in page
+
+
+def test_the_quiet_nights_of_the_documentation_are_those_of_the_command_beside_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """docs/compaction.md names the command that gives its table; here it gives the cheapest line.  Where the planner's
+    choices have changed, all lines are to be made anew by that command."""
+    text = (Path(__file__).parents[2] / "docs" / "compaction.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`kvslotctl (replay TRACE --policy slotted .*?)`", text)
+    (line,) = re.findall(r"^\| `mtbench101_a` \| 64 \|.*$", text, re.MULTILINE)
+    argv = command.replace("TRACE", "mtbench101_a").replace("BLOCK", "64").split()
+    assert ctl.main([*argv, "--json"]) == 0
+    (told,) = msgspec.json.decode(capsys.readouterr().out)["meta"]["quiet_nights"]
+    assert line == (
+        f"| `mtbench101_a` | 64 | {told['blocks_free_before']:,} → {told['blocks_free_after']:,} of "
+        f"{told['usable_blocks']:,} | {told['usable_run_pct_before']:.0f} → {told['usable_run_pct_after']:.0f} % | "
+        f"{told['moved_tokens']:,} | {told['moved_per_given_back']:.2f} |"
+    )
+
+
+def test_that_nothing_was_worth_moving_is_said() -> None:
+    """A pool that holds everything has nothing to move: the sentence says so, and what was to be gained at most."""
+    cases = means(Case(sgd(60), config(pool_tokens=200_000)), "idle")
+    (said,) = run_cases(cases, seed=0, settings={}, with_optimum=False).meta.compaction
+    assert said.startswith("sgd_a: Free slots in blocks that something keeps in use, in blocks of 16: ")
+    assert said.endswith("Nothing was worth moving; no more than that was to be gained.")
 
 
 def test_a_page_without_moves_has_no_section_for_them() -> None:
