@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
     from kvslot.allocator.pool import Pool
 
-WORK = 320  # for a plan: about 2 us each
+WORK = 240  # for a plan: about 2 us each
 STEPS_SHIFT = (
-    2  # four extents of a block that is looked at for its holes are as much work as one of a few extents
+    3  # eight extents of a block that is looked at for holes are as much work as one block of a few extents
 )
 WIDE = 16  # extents that a block is looked at for at a time, from which on its holes are at hand during the plan ...
 WIDE_MOST = 4  # ... of so many blocks

@@ -43,7 +43,7 @@ CUT_LEAST = 16
 PART_SHIFT = 14  # slots of a part of the pool whose holes are told apart together, in bits
 # Tokens of a node for each extent that it may have beyond two: half a block, so that a table of extents comes to twice
 # as many as one of blocks has; or CUTS_PER, since extents of so many are long enough to be read and copied well.
-CUTS_PER = 128
+CUTS_PER = 64
 
 
 def extents_most(length: int, size: int) -> int:

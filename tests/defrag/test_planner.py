@@ -466,10 +466,10 @@ def test_blocks_in_very_many_extents_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "most"), [(64, 16, 9), (64, 64, 3), (640, 528, 7), (640, 8192, 7)]
+    ("length", "size", "most"), [(64, 16, 9), (64, 64, 3), (640, 528, 12), (640, 8192, 12)]
 )
 def test_extents_that_a_node_may_come_to_lie_in(length: int, size: int, most: int) -> None:
-    """About twice as many as it fills blocks, or one for each 128 tokens, and two."""
+    """About twice as many as it fills blocks, or one for each 64 tokens, and two."""
     assert extents_most(length, size) == most
 
 
