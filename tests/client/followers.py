@@ -22,7 +22,7 @@ import time
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -314,11 +314,20 @@ def _daemon(first: str, code: int | None, blocks: int = 64, **settings: Any) -> 
 
 
 def live(
-    path: str, seed: int, turns: int, engines: int = 3, *, compacting: int = 0, families: int = 0
+    path: str,
+    seed: int,
+    turns: int,
+    engines: int = 3,
+    *,
+    compacting: int = 0,
+    evicting: int = 1500,
+    families: int = 0,
+    beside: Callable[[], None] | None = None,
 ) -> dict[str, int]:
     """Engines that live for so many turns; what they did together.
 
-    `compacting`: turns between two demands on the daemon to gain by moves what it can (0: none).
+    `compacting`: turns between two demands on the daemon to gain by moves what it can (0: none), before each of which
+    fewer than `evicting` tokens are evicted; `beside` is called before each, and after each that has come to rest.
     """
     rng = random.Random(seed)
     done: dict[str, int] = {}
@@ -327,9 +336,15 @@ def live(
     try:
         for turn in range(turns):
             if compacting and not turn % compacting:
+                if beside is not None:
+                    beside()
                 with Control(path) as control:
-                    control.evict(rng.randrange(1, 1500))  # holes
-                    control.defrag("once")
+                    control.evict(rng.randrange(1, evicting))  # holes
+                    told = control.defrag("once")[0]
+                    # Every other time it has come to rest before anybody goes on.
+                    while told.once and turn // compacting % 2:
+                        time.sleep(0.002)
+                        told = control.defrag("status")[0]
             rng.choice(all_of_them).act()
             if not turn % 50:
                 for each in all_of_them:

@@ -27,11 +27,13 @@ from kvslot.api.wire.messages import (
     Hello,
     Later,
     Moved,
+    Namespace,
     Results,
     Trim,
     Trimmed,
 )
 
+from ..tools.painting import Painter, ids, scatter
 from .fake import Answer, fake, polite, welcome
 from .followers import Misread, audit, compacted, live, marks, shuffled
 from .test_table import Asking, expanded
@@ -391,14 +393,32 @@ def test_every_byte_is_right_while_all_of_it_moves() -> None:
 
 def test_every_byte_is_right_beside_the_compactor() -> None:
     """The same with the daemon's own compactor, which moves what running sequences read, too."""
-    applied = 0
-    for seed in range(8):
-        with compacted(seed) as daemon:
-            applied += live(str(daemon.socket), seed, 500, compacting=25)["applied"]
-            audit(str(daemon.socket))
-        if applied:
-            return
-    raise AssertionError("nothing was moved that somebody reads")
+    holes = Namespace(tenant="holes")
+    with (
+        compacted(1) as daemon,
+        Painter(daemon.socket, namespace=holes) as painter,
+        Client(str(daemon.socket), namespace=holes, movable=True) as reader,
+    ):
+        # Short prompts all over the pool, of which one half is read and the other is not.
+        kept = [ids(each) for each in scatter(painter, keep=0.3)]
+        with reader.step():
+            pass
+        held = [
+            (each, sequence) for each in kept[::2] if (sequence := reader.admit([*each, 7])).hit == len(each)
+        ]
+        assert len(held) > 20
+
+        def look() -> None:
+            reader.events(0.0)
+            with reader.step():
+                for tokens, sequence in held:
+                    slots = [int(slot) for slot in indices.slot_indices(sequence)[: len(tokens)]]
+                    assert painter.wrong(tokens, slots) == []
+
+        live(str(daemon.socket), 1, 600, compacting=25, evicting=60, beside=look)
+        look()
+        audit(str(daemon.socket))
+        assert reader.epoch > 2
 
 
 def test_S19_an_old_place_is_read_until_the_last_step_that_may() -> None:
