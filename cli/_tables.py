@@ -98,6 +98,7 @@ LINES: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("moves_abandoned", lambda r: _int(r.moves_abandoned)),
     ("blocks_given_back", lambda r: _int(r.blocks_given_back)),
     ("moved_per_given_back", lambda r: _pct(r.moved_per_given_back)),
+    ("compaction_overtaken", lambda r: _int(r.compaction_overtaken)),
 )
 """Names as `--json` has them, so that one can look up what the other says."""
 
@@ -111,6 +112,7 @@ OPTIONAL: Final = frozenset(
         "moves_abandoned",
         "blocks_given_back",
         "moved_per_given_back",
+        "compaction_overtaken",
     }
 )
 """Lines left out where they say nothing for any policy."""

@@ -307,7 +307,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 VIA_SOCKET: Final = frozenset({"clients", "socket", "night", "kill_client", "plant"})
 """Options that mean something only where real processes take part."""
-DEMO_TAKES: Final = frozenset({"demo", "json", "html", "phases", "seed"}) | VIA_SOCKET
+DEMO_TAKES: Final = frozenset({"demo", "json", "html", "phases", "seed"}) | VIA_SOCKET - {"night"}
 """What `--demo` heeds; its traces, policies and pools are its own."""
 
 

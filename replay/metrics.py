@@ -152,6 +152,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Whole blocks that moves gave back, less those that they took."""
     moved_per_given_back: float | None = None
     """None: no block was given back."""
+    compaction_overtaken: int = 0
+    """Via a socket: times that the daemon let the pool be, since it changed faster than it can be followed."""
 
     @property
     def means(self) -> str:

@@ -470,6 +470,7 @@ def rows(recorder: Recorder, run: Run, index: int, *, hits_optimum: Mapping[int,
                 moved_per_given_back=_round(delta.moved_tokens / (delta.given_back * run.block_size))
                 if delta.given_back > 0
                 else None,
+                compaction_overtaken=delta.overtaken,
             )
         )
     return made

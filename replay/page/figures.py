@@ -401,6 +401,15 @@ SECTIONS: Final[tuple[tuple[str, tuple[Figure, ...]], ...]] = (
                 optional=True,
             ),
             Figure(
+                "compaction_overtaken",
+                "Compaction overtaken",
+                "times",
+                "Times that the daemon let the pool be for a while, since it changed faster than it can be followed: a "
+                "replay by real processes goes as fast as it can.",
+                lambda r: Cell(count(r.compaction_overtaken)),
+                optional=True,
+            ),
+            Figure(
                 "finished",
                 "Requests finished",
                 "requests",
@@ -414,8 +423,13 @@ SECTIONS: Final[tuple[tuple[str, tuple[Figure, ...]], ...]] = (
 FIGURES: Final[dict[str, Figure]] = {figure.key: figure for _, figures in SECTIONS for figure in figures}
 
 
+OF_MOVES: Final = frozenset({"moved_tokens", "moves_abandoned", "blocks_given_back"})
+
+
 def worth_showing(figure: Figure, rows: Sequence[Row]) -> bool:
-    """Whether any policy has something to say on this line."""
+    """Whether any policy has something to say on this line; of moves, none is something, where they were asked for."""
+    if figure.key in OF_MOVES and any(row.means != "eviction" for row in rows):
+        return True
     return not figure.optional or any(figure.cell(row).value not in (DASH, "0") for row in rows)
 
 

@@ -146,6 +146,8 @@ class Counters(NamedTuple):
     """Moves whose node was split, evicted or read by somebody before their copy had ended."""
     given_back: int = 0
     """Whole blocks that moves gave back, less those that they took as targets."""
+    overtaken: int = 0
+    """Times that a daemon let the pool be, since it changed faster than it can be followed."""
 
 
 @runtime_checkable

@@ -301,6 +301,7 @@ class _Moves:
             moves=since["published"],
             moves_abandoned=since["abandoned_leased"] + since["abandoned_freed"],
             given_back=since["blocks_given"],
+            overtaken=self._overtaken,
         )
 
     def rest(self, now: float) -> None:
@@ -435,6 +436,7 @@ class _Watch:
                 moves=told.moves,
                 moves_abandoned=told.moves_abandoned,
                 given_back=told.given_back,
+                overtaken=told.overtaken,
             )
         self.sampler.reading(until, gauges, self._counters, self._totals())
         taken = len(self.recorder.pictures)

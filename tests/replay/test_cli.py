@@ -201,6 +201,8 @@ def test_the_search_for_live_fills_its_column(trace_file: str, capsys: pytest.Ca
         (["mtbench101_a", "--compaction", "forced", "--copy-tokens-s", "5"], 2, "--compaction idle"),
         (["--demo", "--policy", "token"], 2, "--demo takes no --policy"),
         (["--demo", "--pool-tokens", "9"], 2, "--demo takes no --pool-tokens"),
+        (["--demo", "--night", "0.5"], 2, "--demo takes no --night"),
+        (["sgd_a", "--night", "0.5"], 2, "give --via socket"),
         (["--list", "mtbench101_a"], 2, "--list takes no TRACE"),
         (["--policy", "slotted", "mtbench101_a"], 2, "kvslotctl replay mtbench101_a --policy slotted"),
         (["mtbench101_a", "--json", "sgd_a"], 2, "name traces first"),

@@ -181,6 +181,8 @@ def test_means_are_three_runs_of_one_case() -> None:
     assert 'id="compaction"' in page
     assert page.count("<svg") == 3  # the mark, before and after
     assert "placement alone" in page
+    for words in ("Tokens moved", "Blocks given back by moves", "Moves abandoned"):
+        assert words in page  # though some of them are 0
 
 
 def test_the_quiet_nights_of_the_documentation_are_those_of_the_command_beside_them(

@@ -124,6 +124,7 @@ def test_what_moves_under_running_sequences_is_read_back_where_it_lies() -> None
     assert moved.moved_ranges == sum(each.moved_ranges for each in told.clients)
     assert (row.moved_tokens, row.moves) == (moved.moved_tokens, moved.published)
     assert row.blocks_given_back == moved.blocks_given_back > 0
+    assert row.compaction_overtaken == moved.overtaken
     assert row.moves_abandoned == moved.abandoned_leased + moved.abandoned_freed
     assert row.moved_tokens >= row.moves > 0
     assert row.finished == len(made)
@@ -145,7 +146,7 @@ def test_a_client_that_does_not_follow_is_found_out(monkeypatch: pytest.MonkeyPa
     """The same run with clients that go on reading old places: one of them reads what is another's by then."""
     popen = subprocess.Popen
 
-    def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    def start(command: list[str], **how: Any) -> Any:
         at = (
             command.index("kvslot.replay.processes.client")
             if "kvslot.replay.processes.client" in command
