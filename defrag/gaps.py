@@ -14,7 +14,7 @@ gap they belong to (Neyman and Pearson's lemma).  A timeout can only buy what co
 gap's length only what comes early.  A threshold on the hazard buys both: what comes before the shortest of the gaps
 between decode steps, and what comes after an engine has been idle for longer than those.
 
-*Order.*  For each engine the hazard is estimated by age on a logarithmic scale (32 bins an octave), as in a life
+*Order.*  For each engine the hazard is estimated by age on a logarithmic scale (64 bins an octave), as in a life
 table: of the gaps that reached a bin, which share ended in it.  Counts fade.  They are kept for all engines together,
 for the engine, and for the engine by what came before the gap: the lengths of the previous gap and of the step between
 (prefill, decode, the first after a night).  More telling counts lean on less telling ones where they have seen little,
@@ -25,8 +25,12 @@ several engines add up: whichever begins first ends the gap.
 
 *Level.*  The threshold is about the `share` quantile of the hazards at which earlier steps did begin, so that, were the
 future like the past, that share of begins falls into what is bought, however wrong the estimates are (conformal
-prediction).  Every begin tells, whether a copy ran or not.  What was met beyond the share, or short of it, moves the
-quantile until it is made up for.
+prediction).  Every begin tells, whether a copy ran or not.  What was met beyond the share, or short of it, is a credit
+that moves the threshold until it is made up for, the more gently the more steps have been seen (chance alone makes the
+credit wander with the square root of their number), and in debt sooner than in surplus.  Two ways to move it are
+looked at, and the higher threshold holds: another share's quantile, which is never off by much where the hazards lie
+close together, and another price, which stays where it is worth while between the hazards of short gaps and of nights,
+where a quantile would fall from one to the other.
 
 Pure: time comes in with the events, in seconds of any clock that does not jump.
 """
@@ -54,7 +58,7 @@ AHEAD_S: Final = 2e-3
 """How far ahead is planned at the least; otherwise four times the present age."""
 
 # Ages and lengths, on a logarithmic scale.
-DEPTH: Final = 5
+DEPTH: Final = 6
 BINS_OCTAVE: Final = 1 << DEPTH
 OCTAVES: Final = 27
 """Up to 18 minutes.  What is older stays in the last bin, whose hazard goes on falling with age."""
@@ -83,7 +87,9 @@ PRIOR_REACHED: Final = 1.3
 SCORE_FADE: Final = 0.99
 """Of how well a family told an octave's survival, at each gap that reached it."""
 CONTEXTS_MOST: Final = 64
-"""Tables of one family: 14 KB each with the curve.  The one with the least weight goes."""
+"""Tables of one family: 41 KB each with the curve.  The one with the least weight goes."""
+PENDING_MOST: Final = 256
+"""Gaps that a table has been told of and has not added up: nobody looks at it for most of them."""
 
 # The threshold.
 LEVEL_BINS: Final = 16  # an octave of hazard
@@ -100,20 +106,33 @@ LEVEL_PARTS: Final = (0.33, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
 it, as between those of long gaps and of short ones, one quantile alone jumps from one side to the other."""
 LEVEL_EVERY: Final = 8
 """Steps for which a threshold holds."""
-LEVEL_START: Final = 1.0
+LEVEL_START: Final = 0.3
 """Hazard per second up to which copies run before anything is known."""
 LEVEL_LOAN: Final = 1.0
 """Steps that may be met before others have earned it."""
-CREDIT_GAIN: Final = 3.5
-"""So many steps met beyond what the share allows divide the share by e ..."""
-CREDIT_RESERVE: Final = 1.5
-"""Of what the share allows, kept back."""
-CREDIT_LOW: Final = 0.5
+LEVEL_MARGIN: Final = 3.0
+"""So many times what the loan needs is put there, so that the first few steps do not move the threshold away."""
+CREDIT_RESERVE: Final = 1.0
+"""Steps: of what the share allows, kept back."""
+CREDIT_SLOW: Final = 0.6
+"""The scale of the credit: this times the root of the steps that might have been met so far ..."""
+CREDIT_SLOWEST: Final = 8.0
+"""... at least 1 and at most this many steps; ..."""
+CREDIT_DEBT: Final = 1.5
+"""... and of a debt, at most this many."""
+CREDIT_CAP: Final = 2.0
+"""What a time without a usable gap saves up, in scales beyond the reserve."""
+QUANTILE_GAIN: Final = 0.5
+"""A credit of one scale multiplies the share, whose quantile is looked at, by e to this ..."""
+QUANTILE_LOW: Final = 0.2
 """... down to this part: a debt is paid back slowly, since most idle time lies in few long gaps, and one missed for
-the sake of the last ten minutes' bad luck is dear."""
-CREDIT_HIGH: Final = 3.0
-CREDIT_MOST: Final = 10.0
-"""What a time without a usable gap saves up."""
+the sake of the last ten minutes' bad luck is dear ..."""
+QUANTILE_HIGH: Final = 3.0
+"""... and up to this part."""
+PRICE_LOW: Final = 0.02
+"""The same credit multiplies the hazard at the share's own quantile by e, down to this part ..."""
+PRICE_HIGH: Final = 10.0
+"""... and up to this part."""
 
 
 class GapStatistics(msgspec.Struct, frozen=True):
@@ -142,20 +161,36 @@ class GapStatistics(msgspec.Struct, frozen=True):
 class _Table:
     """How many gaps ended in which bin of age."""
 
-    __slots__ = ("counts", "weight")
+    __slots__ = ("_bins", "_counts", "_weights", "weight")
 
     def __init__(self) -> None:
-        self.counts: Floats = np.zeros(BINS)
+        self._counts: Floats = np.zeros(BINS)
+        self._bins: list[int] = []
+        self._weights: list[float] = []
         self.weight = 0.0
+
+    @property
+    def counts(self) -> Floats:
+        """Weight of the gaps that ended in each bin."""
+        if self._bins:
+            at = np.clip(self._bins, SPREAD, BINS - 1 - SPREAD)
+            weights = np.array(self._weights)
+            for offset, part in enumerate(KERNEL.tolist(), -SPREAD):
+                self._counts += np.bincount(at + offset, weights * part, BINS)
+            self._bins.clear()
+            self._weights.clear()
+        return self._counts
 
     def add(self, at: int, weight: float) -> None:
         """A gap ended in bin `at`."""
-        at = min(max(at, SPREAD), BINS - 1 - SPREAD)
-        self.counts[at - SPREAD : at + SPREAD + 1] += KERNEL * weight
+        self._bins.append(at)
+        self._weights.append(weight)
         self.weight += weight
+        if len(self._bins) >= PENDING_MOST:
+            _ = self.counts
 
     def scale(self, factor: float) -> None:
-        self.counts *= factor
+        self._counts = self.counts * factor
         self.weight *= factor
 
 
@@ -305,7 +340,7 @@ class GapPredictor:
         self._level: Floats = np.zeros(LEVEL_SPAN + 1)
         self._level_weight = 1.0
         self._level_due = 0
-        self._level[_level(LEVEL_START)] += LEVEL_LOAN
+        self._level[_level(LEVEL_START)] += LEVEL_MARGIN * LEVEL_LOAN
         self._level[-1] += LEVEL_LOAN * (1.0 / share - 1.0)
         self._credit = 0.0  # steps that may be met, by what has been seen, less those that were
         self._asked = False
@@ -491,21 +526,35 @@ class GapPredictor:
             self._level /= self._level_weight
             self._level_weight = 1.0
         if self._asked:
-            self._credit = min(self._credit + self._share, CREDIT_MOST)
+            self._credit += self._share
         self._level_due -= 1
         if self._level_due <= 0:
             self._level_due = LEVEL_EVERY
-            urge = math.exp((self._credit - CREDIT_RESERVE) / CREDIT_GAIN)
-            share = self._share * min(max(urge, CREDIT_LOW), CREDIT_HIGH)
-            below = np.cumsum(self._level)
-            total = float(below[-1])
-            mean = 0.0
-            for part in LEVEL_PARTS:
-                wanted = min(share * part, 1.0) * total
-                index = min(int(np.searchsorted(below, wanted, side="right")), LEVEL_SPAN)
-                start = float(below[index - 1]) if index else 0.0
-                mean += index + min((wanted - start) / max(float(self._level[index]), 1e-300), 1.0)
-            self._threshold = LEVEL_FLOOR * 2.0 ** (mean / len(LEVEL_PARTS) / LEVEL_BINS)
+            self._set_threshold()
+
+    def _set_threshold(self) -> None:
+        """From the hazards at which steps began, and from the credit."""
+        scale = min(max(CREDIT_SLOW * math.sqrt(self._steps * self._share), 1.0), CREDIT_SLOWEST)
+        self._credit = min(self._credit, CREDIT_RESERVE + CREDIT_CAP * scale)
+        over = self._credit - CREDIT_RESERVE if self._asked else 0.0  # who has copied nothing owes nothing
+        over /= scale if over > 0 else min(scale, CREDIT_DEBT)
+        urge = min(max(_exp(over * QUANTILE_GAIN), QUANTILE_LOW), QUANTILE_HIGH)
+        price = min(max(_exp(over), PRICE_LOW), PRICE_HIGH)
+        below = np.cumsum(self._level)
+        by_quantile = self._quantile(below, self._share * urge)
+        by_price = self._quantile(below, self._share) + LEVEL_BINS * math.log2(price)
+        self._threshold = LEVEL_FLOOR * 2.0 ** (max(by_quantile, by_price) / LEVEL_BINS)
+
+    def _quantile(self, below: Floats, share: float) -> float:
+        """The level of hazard, in bins, below which about that share of the steps began."""
+        total = float(below[-1])
+        mean = 0.0
+        for part in LEVEL_PARTS:
+            wanted = min(share * part, 1.0) * total
+            index = min(int(np.searchsorted(below, wanted, side="right")), LEVEL_SPAN)
+            start = float(below[index - 1]) if index else 0.0
+            mean += index + min((wanted - start) / max(float(self._level[index]), 1e-300), 1.0)
+        return mean / len(LEVEL_PARTS)
 
     def _learn(self, one: _Engine, gap: float) -> None:
         """A gap of this engine has ended."""
@@ -659,6 +708,11 @@ class GapPredictor:
         stop = float(edges[-1]) + youngest
         self._plan = (now, stop, list(zip(times[::2], times[1::2], strict=True)))
         return self._plan[2]
+
+
+def _exp(value: float) -> float:
+    """The exponential of what is within reason."""
+    return math.exp(min(max(value, -50.0), 50.0))
 
 
 def _level(rate: float) -> int:

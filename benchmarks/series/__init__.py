@@ -236,20 +236,28 @@ ARRIVALS: Final = {
 """Bundled traces with real arrivals, and how many engines share the load, in turn; the series has the steps of one."""
 
 
-def arrivals(name: str, share: int) -> Iterator[Load]:
-    """Every `share`-th request of a bundled trace."""
+def arrivals(name: str, share: int, first: int = 0) -> Iterator[Load]:
+    """Every `share`-th request of a bundled trace, from the `first` one on."""
     trace = replay.load(replay.find(name))
     times = trace.t
     if times is None:
         raise ValueError(f"{name} does not tell when requests came")
-    for row in range(0, len(trace), share):
-        yield Load(times[row], trace.prompt_len[row], trace.total[row] - trace.prompt_len[row])
+    for row in range(first, len(trace), share):
+        yield Load(
+            times[row] - (times[first] if first else 0.0),
+            trace.prompt_len[row],
+            trace.total[row] - trace.prompt_len[row],
+        )
 
 
-def made(name: str, steps: int) -> Series:
+def made(name: str, steps: int, seed: int = 0) -> Series:
     """A synthetic series with up to `steps` steps in all."""
     source, count = MADE[name]
-    engines = [served(source(random.Random(f"{name} {each}")), steps // count, each) for each in range(count)]
+    more = f" {seed}" if seed else ""
+    engines = [
+        served(source(random.Random(f"{name} {each}{more}")), steps // count, each + 1000 * seed)
+        for each in range(count)
+    ]
     # Engines of one series are seen over the same time.
     until = min(float(each[-1, 1]) for each in engines)
     return Series(name, "synthetic", [each[each[:, 1] <= until] for each in engines])
@@ -260,15 +268,22 @@ def recorded() -> dict[str, Path]:
     return {path.name.removesuffix(SUFFIX): path for path in sorted(FOLDER.glob("*" + SUFFIX))}
 
 
-def series(name: str, steps: int) -> Series:
-    """The series of that name, about `steps` steps of it.  Raises KeyError where there is none."""
+def series(name: str, steps: int, seed: int = 0) -> Series:
+    """The series of that name, about `steps` steps of it.  Raises KeyError where there is none.
+
+    Another `seed` draws others of the same kind: synthetic ones anew, of a shared trace another engine's part.
+    """
     if name in MADE:
-        return made(name, steps)
+        return made(name, steps, seed)
     if name in ARRIVALS:
-        return Series(name, "arrivals", [served(arrivals(name, ARRIVALS[name]), steps, 0)])
+        share = ARRIVALS[name]
+        engine = 5 * seed % share
+        return Series(name, "arrivals", [served(arrivals(name, share, engine), steps, seed)])
     return load(recorded()[name], steps)
 
 
-def names() -> list[str]:
-    """All there are."""
+def names(seed: int = 0) -> list[str]:
+    """All there are; with a `seed`, those of which it makes others."""
+    if seed:
+        return [*(name for name, share in ARRIVALS.items() if share > 1), *MADE]
     return [*recorded(), *ARRIVALS, *MADE]
