@@ -14,7 +14,7 @@ long as the node stays in few extents (`extents_most`).  Pieces take the hole th
 long enough may be cut once and fill a hole up.
 
     cost of a block   tokens moved + EXTENT_COST for each extent more;  gain  its slots
-    cost <= gain * (COST_MOST where much of the blocks in use is free, COST_LEAST where they are nearly full)
+    cost <= gain * COST_MOST
 
 run.  See `windows`.  Where somebody waits for one run that there is none of, the cheapest stretch as long; else as many
 runs as there can be.
@@ -52,10 +52,9 @@ STEPS_SHIFT = (
 WIDE = 16  # extents that a block is looked at for at a time, from which on its holes are at hand during the plan ...
 WIDE_MOST = 4  # ... of so many blocks
 EXTENT_COST = 1  # tokens that one extent more is held to be worth
-COST_MOST = 0.9  # of the slots given back: what may be paid for them where more than ...
-LOOSE = 0.04  # ... so much of the blocks in use is free, and ...
-COST_LEAST = 0.2  # ... where less than ...
-DENSE = 0.02  # ... so much is; between the two, between the two
+# Of the slots given back: what may be paid for them.  In a pool that eviction keeps full a block costs nearly that, and
+# nothing less closes the holes that are left behind there day by day.
+COST_MOST = 0.9
 PART = 128  # of a block: the shortest part that a piece is cut into, 2 tokens at the least
 EACH = 8  # ... and of those whose longest holes are about equal
 LOOKS = 96  # blocks looked at for one hole
@@ -113,7 +112,6 @@ class Planner:
         ] = {}  # nodes in pieces: their first slot, and their tick when seen first
         self._blocks_free = pool.runs.blocks_free  # when this pass began
         self._doomed: set[int] = set()
-        self._cost_most = 0.0  # of a block, in this plan
         self._last = 0  # the ring up to which blocks are emptied by this plan
         self._work = 0  # left to this plan
         self._part = max(2, pool.block_size // PART)
@@ -187,13 +185,7 @@ class Planner:
             return plan
         self._wide.clear()
         fills = index.fills
-        # The denser the blocks in use are, the less another one may cost.
-        size, runs = index.size, self.pool.runs
-        in_use = max(1, self.pool.config.blocks - runs.blocks_free) * size
-        waste = (runs.total - runs.blocks_free * size) / in_use
-        share = min(1.0, max(0.0, (waste - DENSE) / (LOOSE - DENSE)))
-        self._cost_most = (COST_LEAST + share * (COST_MOST - COST_LEAST)) * size
-        self._last = most = min(self._level(), int(self._cost_most * index.levels / size))
+        self._last = most = min(self._level(), int(COST_MOST * index.levels))
         self._work = WORK
         # What is evicted next anyway is not worth a copy.
         short = self.pool.runs.total << SHORT_SHIFT < self.pool.usable
@@ -260,7 +252,7 @@ class Planner:
             pieces.append(piece)
             self._work -= 1
             cost += piece.length + EXTENT_COST * piece.cuts
-        if cost > self._cost_most:
+        if cost > COST_MOST * size:
             return 0
         dear = min(cost * index.levels // size, self._last)
         if dear > index.fills.ring_of(block):
