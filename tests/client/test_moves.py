@@ -445,7 +445,9 @@ def test_S19_an_old_place_is_read_until_the_last_step_that_may() -> None:
         deadline = time.monotonic() + 30
         while True:
             client.submit()
-            before = indices.slot_indices(sequence)  # as a captured graph would: of the step that is under way
+            before = indices.slot_indices(
+                sequence
+            )  # as a captured graph would: of the step that is under way
             patience = time.monotonic() + 1
             while not sequence._moved and time.monotonic() < patience:
                 client.events(0.01)
