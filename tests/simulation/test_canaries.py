@@ -127,7 +127,7 @@ CANARIES = [
     C("4.4 who was not told of moves keeps its slots", Moves, "_publish", "if not readers:", "if True:", test_moves.test_old_slots_wait_for_the_step_that_applies_the_move),
     C("4.4 old slots wait for the epoch", Moves, "applied", "moved[0][0] <= epoch", "moved[0][0] <= epoch + 1", test_moves.test_old_slots_wait_for_the_step_that_applies_the_move),
     C("4.4 old slots wait for the steps before", Moves, "applied", "session.submitted, retired", "0, retired", test_moves.test_old_slots_wait_for_the_step_that_applies_the_move),
-    C("4.4 old slots wait for all readers", Moves, "_publish", "Retired(move.source, move.length, len(told))", "Retired(move.source, move.length, 1)", test_moves.test_old_slots_wait_for_every_session),
+    C("4.4 old slots wait for all readers", Moves, "_publish", "Retired(self._retirements, move.source, move.length, len(told))", "Retired(self._retirements, move.source, move.length, 1)", test_moves.test_old_slots_wait_for_every_session),
     C("4.4 who returns is told again", Moves, "retell", "self.pool.pushes += pushes", "pass", test_moves.test_who_returns_is_told_again),
     C("4.4 who ends waits no longer", Moves, "ended", "self._let_go(session, entry[1])", "pass", test_moves.test_the_dead_do_not_keep_old_slots),
     C("4.4 a node of another life is not published", Moves, "_is_as_it_was", "not tree.parent[node] or not tree.flags[node] & MOVING_FLAG", "False", test_moves.test_a_number_that_is_used_again_is_another_node),
