@@ -80,8 +80,8 @@ class Size(NamedTuple):
     """How much is done."""
 
     slots: int = 26_624
-    rounds: int = 16
-    seconds: float = 0.25
+    rounds: int = 8
+    seconds: float = 1.0  # a busy daemon needs a fifth of one to see what there is to move
     step_cold: int = 12
     step_rounds: int = 20
     steps: int = 250
