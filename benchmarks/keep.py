@@ -57,6 +57,11 @@ REASONS: Final = {
     "copy_16k": (
         "a loop of memcpy in C over the same pieces comes to little more on this machine; see `copy_16k_native`."
     ),
+    "copy_4k": (
+        "0.53 and 0.59 in runs on another day; in this one a loop of memcpy in C came to little more as well, see "
+        "`copy_4k_native`."
+    ),
+    "slice_ms_max": ("one plan of 400; in ten runs of this group alone the longest took 1.2 to 1.8 ms."),
     "allocate_p50": (
         "begin, publication and plans run on the loop that serves, in turns of a tenth of a millisecond; a request "
         "that comes in such a turn waits for its end."
