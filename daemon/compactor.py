@@ -320,7 +320,8 @@ class Compactor:
             return math.inf  # `upkeep` looks once a second
         if self._feed():
             self._feeding = True
-            return 0.0 if self._keeps_up(now) else math.inf
+            # `once` where it is off otherwise has then ended, and is to be wound up.
+            return 0.0 if self._keeps_up(now) or self.mode == "off" else math.inf
         if self._sought is not None and now < self._sought_until and not (pace.once or self._busy):
             delay = self._seek(now)
             if delay:
@@ -760,14 +761,11 @@ class Compactor:
         )
 
     def _reason(self) -> str:
-        if self.mode != "off" or self.pace.once:
-            setting = self.server.settings.compaction
-            return (
-                f"{self.pace.reason}; by `defrag start`: the setting is {setting}"
-                if self.override
-                else self.pace.reason
-            )
-        return "by `defrag stop`" if self.override else "by the setting `compaction`"
+        if self.mode == "off" and not self.pace.once:
+            return "by `defrag stop`" if self.override else "by the setting `compaction`"
+        if self.override == "idle":
+            return f"{self.pace.reason}; by `defrag start`: the setting is {self.server.settings.compaction}"
+        return self.pace.reason
 
     def _progress(self, reading: Reading) -> float:
         """Of `once`: a third for each purpose, and of that how much of the loose memory is whole."""

@@ -1,13 +1,13 @@
 """`kvslotctl bench rpc`, `bench memory` and the soak: targets as agreed, no row missing, and creeps are seen."""
 
-import shutil
-
 import pytest
 
 from kvslot import benchmarks
 from kvslot.benchmarks import memory, rpc, soak
 from kvslot.benchmarks.report import budgets, meta, result
 from kvslot.cli import bench, ctl
+
+from ..tools.compiler import needs_compiler
 
 # (suite, result, kind of bound, value): the tables of budgets as they were agreed, once more and by hand.
 AGREED = [
@@ -41,10 +41,6 @@ TINY = rpc.Size(
     deaths=1,
     python_samples=300,
     steps=20,
-)
-
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
 )
 
 

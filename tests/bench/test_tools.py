@@ -1,6 +1,5 @@
 """The C tools: they compile, the echo answers as it is told, and the load generator plays, times and counts aright."""
 
-import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -14,12 +13,10 @@ from kvslot.api.wire import HEAD, Reader, decode_request, encode, messages
 from kvslot.benchmarks import tools
 from kvslot.benchmarks.tools import Echo, Frame, Load, Player, Unavailable, build
 
+from ..tools.compiler import needs_compiler
+
 HELLO, ALLOCATE, FREE = 1, 2, 4
 PROMPT = bytes(range(240))
-
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
-)
 
 
 @pytest.fixture(scope="module")

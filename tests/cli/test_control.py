@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvslot.allocator import Later, Pool, PoolConfig, Space
+from kvslot.allocator import Admitted, Later, Pool, PoolConfig, Space
 from kvslot.api.wire import messages
 from kvslot.cli import ctl, tree
 from kvslot.cli import map as pool_map
@@ -44,7 +44,8 @@ def filled() -> Pool:
     pool.commit(session, running.sequence, 150)
     salted = pool.open_space(Space("b\x1b[2J", salt="grain"))
     alone = pool.allocate(session, salted, fresh(40, 3000))
-    pool.commit(session, alone.sequence, 40)  # type: ignore[union-attr]
+    assert isinstance(alone, Admitted)
+    pool.commit(session, alone.sequence, 40)
     return pool
 
 

@@ -120,6 +120,28 @@ def test_the_last_word_counts(quiet: Running) -> None:
         set_to("off")
 
 
+OVERTAKEN = """
+from kvslot.defrag.pace import Following
+Following.fed = lambda self, *words, **named: False
+"""
+
+
+def test_once_ends_where_it_cannot_follow_and_it_is_off_again_as_before() -> None:
+    """Asked for in a pool that changes too fast, it gives up, tells so in the log, and nothing of it is left."""
+    with (
+        running(pools=[SMALL], compaction="off", first=OVERTAKEN) as daemon,
+        Painter(daemon.socket) as painter,
+    ):
+        scatter(painter)
+        painter.defrag("once")
+        assert until_rest(painter).published == 0
+        wait(lambda: painter.defrag().state == "off")
+        assert painter.defrag().reason == "by the setting `compaction`"
+        assert '"compaction_overtaken"' in daemon.text()
+        assert '"compaction_off"' in daemon.text()
+        painter.sound()
+
+
 def test_blocks_given_are_those_that_are_there(quiet: Running) -> None:
     """Taken and given back together: in a pool that nobody else uses it is the change of what is wholly free."""
     with Painter(quiet.socket) as painter, Painter(quiet.socket, movable=True, append="chain") as reader:
