@@ -400,11 +400,16 @@ def measure_hours(
     """Each trace round and round, with moves in its gaps: is the last hour's pool as good as an early one's?
 
     Held against the first hour, in most of which a pool is still being filled, and against the first hour after it was
-    full.
+    full.  An hour differs from the next by what happens to run in it, so the last day is told beside
+    the first full one.
     """
-    against = {"first_hour": "last_hour_fragmentation", "full_hour": "last_hour_fragmentation_full"}
+    against = {
+        "first_hour": ("last_hour", "last_hour_fragmentation", "the first"),
+        "full_hour": ("last_hour", "last_hour_fragmentation_full", "the first of the full pool"),
+        "full_day": ("last_day", "last_day_fragmentation_full", "the first of the full pool"),
+    }
     results = []
-    seen: dict[str, list[tuple[float, str]]] = {name: [] for name in against.values()}
+    seen: dict[str, list[tuple[float, str]]] = {key: [] for _, key, _ in against.values()}
     found = replay.bundled()
     names = names or list(found)
     for nth, name in enumerate(names):
@@ -424,12 +429,12 @@ def measure_hours(
             rate = HOURS_REQUESTS / (hours * 3600)
         config = sized(trace, block_size, seed, compaction="idle", hours=hours, rate=rate)
         rows = {each.phase: each for each in replay.replay(trace, config, progress=tell).rows}
-        last = rows["last_hour"]
-        b = last.internal_fragmentation_pct.mean
-        for phase, key in against.items():
+        for phase, (end, key, versus) in against.items():
             if phase not in rows:
                 continue
-            a = rows[phase].internal_fragmentation_pct.mean
+            first, last = rows[phase], rows[end]
+            a, b = first.internal_fragmentation_pct.mean, last.internal_fragmentation_pct.mean
+            span = end.removeprefix("last_")
             ratio = b / a if a else float(b > 0)
             seen[key].append((ratio, name))
             results.append(
@@ -437,10 +442,10 @@ def measure_hours(
                     f"{key}_{name}",
                     ratio,
                     unit="x",
-                    what="internal fragmentation of the last hour",
-                    ratio_to="the first" if phase == "first_hour" else "the first of the full pool",
+                    what=f"internal fragmentation of the last {span}",
+                    ratio_to=versus,
                     note=f"{a:.3f} % -> {b:.3f} %; {rows['all'].moved_tokens:,} tokens moved, "
-                    f"{rows[phase].moved_tokens:,} in the one hour, {last.moved_tokens:,} in the last",
+                    f"{first.moved_tokens:,} in the one {span}, {last.moved_tokens:,} in the last",
                 )
             )
     judged = [

@@ -51,6 +51,8 @@ PHASES: dict[str, str] = {
     "first_hour": "the first simulated hour; only of runs that last longer than one",
     "full_hour": "the first hour of steady; only where the last one begins after it",
     "last_hour": "the last simulated hour; only of runs that last longer than one",
+    "full_day": "the first 24 hours of steady; only where the last 24 begin after them",
+    "last_day": "the last 24 simulated hours; only beside full_day",
 }
 
 

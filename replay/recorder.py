@@ -27,6 +27,7 @@ SERIES_MAX: Final = 500
 PICTURE_AT: Final = (0.02, 0.1, 0.25, 0.5, 0.75, 0.98)
 """Shares of the run at which the pool is pictured."""
 HOUR_S: Final = 3600.0
+DAY_S: Final = 24 * HOUR_S
 
 _GAUGES: Final = len(Gauges._fields)
 _RUN: Final = Gauges._fields.index("largest_free_run")
@@ -368,6 +369,10 @@ def phases(recorder: Recorder, pool_tokens: int) -> dict[str, tuple[float, float
         if full + 2 * HOUR_S <= end:
             found["full_hour"] = (full, full + HOUR_S)
         found["last_hour"] = (end - HOUR_S, end)
+        # One hour differs from the next by what happens to run in it; a day evens that out.
+        if full + 2 * DAY_S <= end:
+            found["full_day"] = (full, full + DAY_S)
+            found["last_day"] = (end - DAY_S, end)
     assert found.keys() <= PHASES.keys()
     return found
 

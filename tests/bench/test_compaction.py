@@ -35,6 +35,7 @@ AGREED = [
     ("slice_ms_max", "most", 2),
     ("last_hour_fragmentation", "most", 1),
     ("last_hour_fragmentation_full", "most", 1),
+    ("last_day_fragmentation_full", "most", 1),
 ]
 
 

@@ -145,6 +145,20 @@ def test_the_first_hour_of_a_full_pool_is_a_phase(tmp_path: Path) -> None:
     assert rows["full_hour"].start_s == rows["steady"].start_s
     assert rows["full_hour"].end_s - rows["full_hour"].start_s == pytest.approx(3600)
     assert rows["full_hour"].end_s < rows["last_hour"].start_s
+    assert "full_day" not in rows
+
+
+def test_days_have_phases_of_their_own(tmp_path: Path) -> None:
+    """A pool that is full for two days has a first one and a last, and they do not overlap."""
+    lines: list[Line] = [(i * 600.0, i, 0, -1, 0, 50, 20) for i in range(360)]
+    made = trace(tmp_path / "long.kvs.gz", lines)
+    outcome = replay(made, ReplayConfig(policy="token", block_size=16, pool_tokens=1_000, live=4))
+    rows = {row.phase: row for row in outcome.rows}
+    assert rows["full_day"].start_s == rows["steady"].start_s
+    assert rows["full_day"].end_s <= rows["last_day"].start_s
+    assert [rows[day].end_s - rows[day].start_s for day in ("full_day", "last_day")] == pytest.approx(
+        [86_400] * 2
+    )
 
 
 @given(lines=requests(), writes=st.data())
