@@ -158,6 +158,12 @@ def _print(out: Console, row: dict[str, Any], action: str) -> None:
     if row["copy_bytes_per_second"]:
         speed = f"{_screen.size(row['copy_bytes_per_second'])}/s"
         table.add_row("copying", speed, f"{row['copy_seconds']:.3f} s together")
+    if row["overtaken"]:
+        table.add_row(
+            "let be",
+            _common.several(row["overtaken"], "time"),
+            "as it changed faster than it could be followed",
+        )
     if row["steps"]:
         table.add_row("collisions", f"{row['collisions']:,}", f"of {row['steps']:,} step begins met a copy")
     table.add_row(

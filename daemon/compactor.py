@@ -136,6 +136,7 @@ class Compactor:
         self._planner: Planner | None = None
         self._graves: list[memoryview[int]] = []  # memory of planners that are no more
         self._following = Following()
+        self._overtaken = 0
         self._given_up = False  # what was under way when it was switched off
         self._on = False  # there may be something to wind down
         self._fed_before = False  # and the turn before, too
@@ -415,6 +416,7 @@ class Compactor:
         self._close_planner()
         self._shut()
         self._sought = None
+        self._overtaken += 1
         self.pace.end_once()
         away = following.until - now
         self.state = "backed off"
@@ -758,6 +760,7 @@ class Compactor:
             copy_bytes_per_second=gated.bandwidth,
             steps=self._steps + (self._predictor.statistics().steps if self._predictor is not None else 0),
             collisions=gated.met,
+            overtaken=self._overtaken,
         )
 
     def _reason(self) -> str:

@@ -539,6 +539,9 @@ class Compaction(msgspec.Struct, array_like=True, frozen=True):
     copy_bytes_per_second: float  # measured; 0 before the first copy
     steps: int  # of engines that began while copies were under way or planned
     collisions: int  # of those, begins that met a running copy
+    overtaken: (
+        int  # times that the pool was let be for a while, as it changed faster than it could be followed
+    )
 
 
 class Defragged(Message, frozen=True, tag=99):

@@ -59,8 +59,6 @@ REST_S: Final = 1.5
 """Real seconds that everybody stands still for compaction, at the most; the core relies on who stepped 2 s ago."""
 REST_POLL_S: Final = 0.02
 """A daemon leaves the processor to those who ask it something: who looks too often makes it slow."""
-OVERTAKEN: Final = "changes faster than it can be followed"
-"""Of the reason that a daemon gives while it lets a pool be."""
 
 
 class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,19 +276,15 @@ class _Moves:
         """What the run is told to be: what was asked for, else what the daemon does by itself."""
         self.on = self.mode != "off"
         self.rest_at = self._every_s if asked == "forced" else math.inf
-        self._rests = self._cut = self._overtaken = 0
+        self._rests = self._cut = 0
         self._rests_s = 0.0
-        self._away = False
 
     def _status(self) -> Compaction:
         return self._control.defrag("status", pool=self._pool)[0]
 
     def look(self) -> Counters:
         """What has been moved since the run began."""
-        told = self._last = self._status()
-        away = OVERTAKEN in told.reason and told.state == "backed off"
-        self._overtaken += away and not self._away
-        self._away = away
+        self._last = self._status()
         since = self._since()
         return Counters(
             copied_tokens=0,
@@ -301,7 +295,7 @@ class _Moves:
             moves=since["published"],
             moves_abandoned=since["abandoned_leased"] + since["abandoned_freed"],
             given_back=since["blocks_given"],
-            overtaken=self._overtaken,
+            overtaken=since["overtaken"],
         )
 
     def rest(self, now: float) -> None:
@@ -339,7 +333,6 @@ class _Moves:
             rests_cut=self._cut,
             rests_s=round(self._rests_s, 3),
             moved_ranges=ranges,
-            overtaken=self._overtaken,
             too_short=not self._rests and self.rest_at < math.inf,
             **since,
         )
@@ -356,6 +349,7 @@ COUNTED: Final = (
     "failed",
     "moved_tokens",
     "blocks_given",
+    "overtaken",
 )
 """Of what a daemon tells of its compaction: counts since it was started."""
 

@@ -446,11 +446,11 @@ def test_compaction_is_shown_and_switched(daemon: FakeDaemon, show: Shown) -> No
         "default", state="moving", reason="40 % of the free memory is not in whole blocks", purpose="free_blocks",
         progress=0.25, moves_in_flight=3, plans=2, planned=40, published=30, deferred=4, abandoned_leased=2,
         moved_tokens=300, moved_bytes=19_200, blocks_given=12, retired_tokens=7, unpacked_pct=40.0,
-        copy_seconds=0.002, copy_bytes_per_second=2e9, steps=1000, collisions=3,
+        copy_seconds=0.002, copy_bytes_per_second=2e9, steps=1000, collisions=3, overtaken=2,
     )  # fmt: skip
     out = show("defrag", "status")
     for each in ("free_blocks: 25 % of its moves, 3 being copied", "30  of 40 in 2 plans", "4  10 %", "18.8 KiB",
-                 "1.86 GiB/s", "3  of 1,000 step begins met a copy", "7  old places"):  # fmt: skip
+                 "1.86 GiB/s", "3  of 1,000 step begins met a copy", "7  old places", "let be"):  # fmt: skip
         assert each in re.sub(r"  +", "  ", out), out
     assert "default · off" in show("defrag", "stop")
     assert rows(show("defrag", "start", "--json"))[0]["mode"] == "idle"

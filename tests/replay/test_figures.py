@@ -226,7 +226,7 @@ def _belady(made: Trace, pool: int, order: list[int]) -> int:
     return hits
 
 
-@settings(max_examples=150)
+@settings(max_examples=40)
 @given(
     lines=requests(),
     policy=st.sampled_from(["paged", "hashed", "token", "slotted"]),
