@@ -9,6 +9,10 @@ lost and counted (what is an error waits a moment first), and the daemon goes on
 module comes out as event "library".
 
 A warning that may come a thousand times a second goes through `limited`: once a period, with the number left out since.
+
+What is logged while a request is answered carries whose it is: `session`, `request`, `verb`, `pid`, `uid` of the client.
+A verb never waits, so one place, `asked`, says which request that is; only a line that is written pays for more.  What
+waits (a task of an HTTP request) binds its own with structlog's context variables.  docs/events.md has every event.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ import os
 import select
 import sys
 import time
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
 import structlog
+
+if TYPE_CHECKING:
+    from kvslot.daemon.connection import Connection
 
 LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _PRIORITIES: Final = {"debug": 7, "info": 6, "warning": 4, "error": 3, "exception": 3, "critical": 2}
@@ -43,7 +50,7 @@ def set_up(log_format: str = "auto", log_level: str = "info", stream: TextIO | N
     terminal = out is not None and out.isatty()
     console = log_format == "console" or (log_format == "auto" and terminal)
     lines = _Lines(out)
-    shared: list[Any] = [structlog.contextvars.merge_contextvars, _level, _time]
+    shared: list[Any] = [structlog.contextvars.merge_contextvars, _bind, _level, _time]
     if console:
         colours = terminal and "NO_COLOR" not in os.environ
         renderers: list[Any] = [structlog.dev.ConsoleRenderer(colors=colours, timestamp_key="time")]
@@ -75,16 +82,65 @@ def lost() -> int:
     return _lost[0]
 
 
+def counted() -> dict[str, int]:
+    """Events logged since the start, by level."""
+    return dict(_counted)
+
+
+def left_out() -> int:
+    """Events that `limited` and `sparing` did not log, since the start."""
+    return _left_out[0]
+
+
+# -- whose request it is ---------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """The request that is being answered at this moment; without a connection: none is."""
+
+    __slots__ = ("connection", "request", "verb")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.request = 0  # its id, 0 of one that was posted; of a verb in a Batch, the Batch's
+        self.verb: type = object
+
+
+asked: Final = Asked()
+
+
+def _bind(_: Any, __: str, fields: Any) -> Any:
+    """Adds whose request an event belongs to; what the event says itself goes before.
+
+    An event about another session than the one that asked is no event of that request's session: it says `by_session`.
+    """
+    connection = asked.connection
+    if connection is None:
+        return fields
+    fields.setdefault("verb", asked.verb.__name__)
+    fields.setdefault("request", asked.request)
+    member, peer = connection.member, connection.peer
+    number = member.number if member is not None else 0
+    if fields.setdefault("session", number) == number:
+        fields.setdefault("pid", peer.pid)
+        fields.setdefault("uid", peer.uid)
+    else:
+        fields["by_session"], fields["by_pid"] = number, peer.pid
+    return fields
+
+
 # -- warnings that repeat --------------------------------------------------------------------------------------------
 
 
 class _Told:
     """When an event was last logged, and how often it has come since."""
 
-    __slots__ = ("count", "suppressed", "when")
+    __slots__ = ("count", "event", "period", "suppressed", "when")
 
-    def __init__(self, when: float) -> None:
+    def __init__(self, event: str, when: float, period: float) -> None:
+        self.event = event
         self.when = when
+        self.period = period
         self.count = 0
         self.suppressed = 0
 
@@ -92,17 +148,24 @@ class _Told:
 _told: dict[str, _Told] = {}
 
 
-def limited(logger: Any, event: str, period_s: float, *, level: str = "warning", **fields: Any) -> bool:
-    """Logs `event` at most once in `period_s` seconds; `suppressed` says how many were left out.  True if logged."""
+def limited(
+    logger: Any, event: str, period_s: float, *, level: str = "warning", kind: str = "", **fields: Any
+) -> bool:
+    """Logs `event` at most once in `period_s` seconds; `suppressed` says how many were left out.  True if logged.
+
+    `kind`: each has its own count of the period; never what a client chose, of which there may be any number.
+    """
     now = time.monotonic()
-    told = _told.get(event)
+    key = event + kind
+    told = _told.get(key)
     if told is not None and now - told.when < period_s:
         told.suppressed += 1
+        _left_out[0] += 1
         return False
     if told is None:
         if len(_told) >= KEYS_MAX:
-            _told.clear()
-        told = _told[event] = _Told(now)
+            tell_suppressed(logger)
+        told = _told[key] = _Told(event, now, period_s)
     suppressed, told.suppressed, told.when = told.suppressed, 0, now
     if suppressed:
         fields["suppressed"] = suppressed
@@ -116,13 +179,14 @@ def sparing(logger: Any, event: str, most: int, *, level: str = "info", **fields
     told = _told.get(event)
     if told is None:
         if len(_told) >= KEYS_MAX:
-            _told.clear()
-        told = _told[event] = _Told(now)
+            tell_suppressed(logger)
+        told = _told[event] = _Told(event, now, 1.0)
     if now - told.when >= 1.0:
         told.when, told.count = now, 0
     told.count += 1
     if told.count > most:
         told.suppressed += 1
+        _left_out[0] += 1
         return False
     if told.suppressed:
         fields["suppressed"], told.suppressed = told.suppressed, 0
@@ -132,8 +196,27 @@ def sparing(logger: Any, event: str, most: int, *, level: str = "info", **fields
 
 def tell_suppressed(logger: Any) -> None:
     """What was left out and has not been told, as one event; for the end of the process."""
-    left = {event: told.suppressed for event, told in _told.items() if told.suppressed}
+    _tell_left_out(logger, list(_told.values()))
     _told.clear()
+
+
+def tell_overdue(logger: Any) -> None:
+    """As `tell_suppressed`, of what has not come for a period after some were left out; to be called now and then.
+
+    A storm that ends leaves its number in the log, and not only when the next one comes.
+    """
+    now = time.monotonic()
+    _tell_left_out(
+        logger, [told for told in _told.values() if told.suppressed and now - told.when >= told.period]
+    )
+
+
+def _tell_left_out(logger: Any, those: list[_Told]) -> None:
+    left: dict[str, int] = {}
+    for told in those:
+        if told.suppressed:
+            left[told.event] = left.get(told.event, 0) + told.suppressed
+            told.suppressed = 0
     if left:
         logger.warning("suppressed", **left)
 
@@ -141,6 +224,8 @@ def tell_suppressed(logger: Any) -> None:
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 _lost = [0]
+_left_out = [0]
+_counted = dict.fromkeys(LEVELS, 0)
 
 
 class _Lines:
@@ -207,7 +292,8 @@ class _Json:
 
 
 def _level(_: Any, method: str, fields: Any) -> Any:
-    fields["level"] = "error" if method == "exception" else method
+    level = fields["level"] = "error" if method == "exception" else method
+    _counted[level] = _counted.get(level, 0) + 1
     return fields
 
 
@@ -239,4 +325,16 @@ class _Library(logging.Handler):
         getattr(log, level)("library", logger=record.name, message=record.getMessage(), **fields)
 
 
-__all__ = ["LEVELS", "limited", "lost", "set_level", "set_up", "sparing", "tell_suppressed"]
+__all__ = [
+    "LEVELS",
+    "asked",
+    "counted",
+    "left_out",
+    "limited",
+    "lost",
+    "set_level",
+    "set_up",
+    "sparing",
+    "tell_overdue",
+    "tell_suppressed",
+]
