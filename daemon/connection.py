@@ -23,6 +23,7 @@ from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Final, TypeGuard
 
 from kvslot.api.wire import BadRequest, PeerFault, Reader, Refused, decode_request, encode, messages
+from kvslot.daemon.logs import asked
 
 if TYPE_CHECKING:
     from kvslot.daemon.membership import Member, Peer
@@ -166,6 +167,7 @@ class Connection:
                     break
             batch = self._batch
             if batch is not None:
+                asked.request = batch.id
                 for verb in islice(batch.verbs, left):
                     left -= 1
                     if is_long(verb) and server.makes_room(self, verb, now):
@@ -242,6 +244,7 @@ class Connection:
             return
         now = monotonic()
         if self._batch is not None:
+            asked.request = self._batch.id
             self._batch.results.append(self.server.answer_in_batch(self, request, now))
         else:
             reply = self.server.answer(self, request, now)

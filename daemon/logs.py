@@ -10,7 +10,7 @@ module comes out as event "library".
 
 A warning that may come a thousand times a second goes through `limited`: once a period, with the number left out since.
 
-What is logged while a request is answered carries whose it is: `session`, `request`, `verb`, `pid`, `uid` of the client.
+What is logged while a request is answered says whose it is: `session`, `request`, `verb`, and its `pid`, `uid`.
 A verb never waits, so one place, `asked`, says which request that is; only a line that is written pays for more.  What
 waits (a task of an HTTP request) binds its own with structlog's context variables.  docs/events.md has every event.
 """
@@ -121,7 +121,9 @@ def _bind(_: Any, __: str, fields: Any) -> Any:
     fields.setdefault("request", asked.request)
     member, peer = connection.member, connection.peer
     number = member.number if member is not None else 0
-    if fields.setdefault("session", number) == number:
+    if fields.get("session", number) == number:
+        if number:
+            fields["session"] = number
         fields.setdefault("pid", peer.pid)
         fields.setdefault("uid", peer.uid)
     else:

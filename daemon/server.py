@@ -59,7 +59,7 @@ from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
 from kvslot.daemon.hub import Hub
 from kvslot.daemon.latency import Latency
-from kvslot.daemon.logs import limited, sparing
+from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
@@ -171,6 +171,7 @@ class Server:
         row = TABLE[kind]
         member = connection.member
         number = request.id
+        asked.connection, asked.request, asked.verb = connection, number, kind
         try:
             if row.permission is Permission.SESSION:
                 if member is None:
@@ -188,6 +189,8 @@ class Server:
         except PeerFault as fault:
             connection.fault(fault)
             return None
+        finally:
+            asked.connection = None
         return reply if number else None
 
     def answer_in_batch(
@@ -199,6 +202,7 @@ class Server:
         if connection.member is None:
             # A verb before it in the same batch found the session's page lying.
             return messages.Error(0, OutOfTurn.code, "the session has ended")
+        asked.connection, asked.verb = connection, kind  # `asked.request` is the Batch
         try:
             reply = TABLE[kind].handler(self, connection, request, now)
         except Refused as refused:
@@ -210,6 +214,8 @@ class Server:
             code, message = BadRequest.code, str(fault)
         else:
             return reply  # type: ignore[return-value]  # a handler's type covers all verbs; a Batchable one's reply is this
+        finally:
+            asked.connection = None
         self.latency.refused[kind] = self.latency.refused.get(kind, 0) + 1
         return messages.Error(0, code, message)
 
@@ -717,6 +723,7 @@ class Server:
             if hosted.fencing:
                 self._start_ticking()
         self.collector.idle()
+        logs.tell_overdue(log)
         self._look_whether_drained()
         if self.draining and now >= self._drain_deadline:
             for connection in tuple(self.connections):
