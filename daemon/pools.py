@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvslot.allocator import Pool, PoolConfig
 from kvslot.api.wire import messages
+from kvslot.daemon.lengths import Lengths
+from kvslot.daemon.journal.states import States
 
 if TYPE_CHECKING:
     from kvslot.daemon.config import PoolSettings
@@ -33,7 +35,11 @@ class HostedPool:
         self.users: dict[int, int] = {}
         self.fencing: set[Member] = set()  # those with fences that have not passed
         self.gathering = 0  # cells that postponed requests will take
+        self.lengths = Lengths()
         core = self.core
+        states = States(core.slots, core.padding)
+        core.ledger.journal = states.shift
+        self.states = states.view  # of every slot, by address: see journal/states.py
         self.description = messages.Pool(
             name=self.name,
             granularity=layout.granularity,

@@ -1,0 +1,1 @@
+"""What a pool's slots hold, written where it outlives the process."""
