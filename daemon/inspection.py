@@ -7,7 +7,8 @@ bounded in work: at most `limit` owners of slots, nodes or rows, well below a mi
 size.  A listing of many pages is therefore a picture taken over some time: what changes meanwhile may be missing or be
 listed in both its places.  Cursors only ever rise, so every listing ends.
 
-    one row each    status · pools · sessions · namespaces · tickets · frag · defrag · latency · config · settings
+    one row each    status · process · pools · sessions · namespaces · tickets · frag · defrag · lengths · latency ·
+                    config · settings
     columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
                     map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
 
@@ -35,6 +36,7 @@ from kvslot.api.wire import BadRequest, NotFound
 from kvslot.api.wire.messages import Compaction
 from kvslot.api.wire.messages import Pool as Description
 from kvslot.daemon.config import CHANGEABLE, SETTINGS
+from kvslot.daemon.lengths import Lengths
 
 Row = dict[str, Any]
 Page = tuple[list[Row], int]
@@ -46,6 +48,7 @@ SEQUENCES: Final = 128  # of a page of `map`: each may lie in many extents
 EXTENTS: Final = 4096  # after which a page of `map` ends
 BEYOND: Final = 1 << 60  # above every cursor, and what a C integer holds
 RUN_BLOCKS: Final = tuple(1 << n for n in range(11))  # lengths of the usable-run index: 1..1024 blocks
+LENGTHS: Final = 2  # pools of a page of `lengths`: a fifth of a millisecond each
 LONG_RUNS: Final = 256  # of one class looked at one by one; there are few beyond 512 cells
 
 MAP_STATES: Final = (
@@ -79,6 +82,8 @@ class PoolView(Protocol):
     def settings(self) -> msgspec.Struct: ...  # as configured
     @property
     def members(self) -> Mapping[int, MemberView]: ...  # by their handles in the core
+    @property
+    def lengths(self) -> Lengths: ...  # of the sequences that ended
 
 
 class MemberView(Protocol):
@@ -98,6 +103,10 @@ class MemberView(Protocol):
     def since(self) -> float: ...  # of its Hello, on the clock of `View.now`
     @property
     def state(self) -> str: ...  # "live", "lost" or "ending"
+    @property
+    def lost_at(self) -> float: ...  # when its connection was lost, if it was
+    @property
+    def progressed(self) -> float: ...  # when a step last completed, or there was none to complete
     @property
     def outbox(self) -> int: ...  # bytes of replies it has not read
     @property
@@ -131,6 +140,8 @@ class View(Protocol):
     def compaction(self) -> Mapping[str, Compaction]: ...  # by pool
     @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]: ...  # by verb: plain counters
+    @property
+    def process(self) -> Mapping[str, Any]: ...  # the daemon's own: limits, descriptors, memory, connections
 
 
 # -- the one entry ----------------------------------------------------------------------------------------------------
@@ -256,6 +267,8 @@ def _session(view: View, member: MemberView) -> Row:
         "pins": len(session.pins),
         "submitted": session.submitted,
         "completed": session.completed,
+        "behind_s": max(0.0, view.now - member.progressed) if session.completed < session.submitted else 0.0,
+        "lost_s": max(0.0, view.now - member.lost_at) if member.state != "live" and member.lost_at else 0.0,
         "owes": len(session.owes),
         "group": len(session.group.members) if session.group else 1,
         "movable": session.movable,
@@ -350,6 +363,16 @@ def _least_cells(size_class: int) -> int:
 
 def _latency(view: View, cursor: int, limit: int, pool: str) -> Page:
     return _cut([{"verb": verb, **counters} for verb, counters in view.latency.items()], cursor, limit)
+
+
+def _process(view: View, cursor: int, limit: int, pool: str) -> Page:
+    return [dict(view.process)], 0
+
+
+def _lengths(view: View, cursor: int, limit: int, pool: str) -> Page:
+    found = _pools(view, pool)[cursor:]
+    page = [{"pool": each.name, **each.lengths.row(each.core.block_size)} for each in found[:LENGTHS]]
+    return page, cursor + LENGTHS if len(found) > LENGTHS else 0
 
 
 def _settings(view: View, cursor: int, limit: int, pool: str) -> Page:
@@ -609,7 +632,9 @@ _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
     "sessions": _sessions,
     "frag": _frag,
     "defrag": _defrag,
+    "lengths": _lengths,
     "latency": _latency,
+    "process": _process,
     "settings": _settings,
     "config": _config,
 }

@@ -143,6 +143,7 @@ class Member:
         self.rings, self.rings_since = 0, since  # of its bell, and from when on they are counted
         self._rings_for_fences = self._rings_for_gaps = False
         self.progressed = since  # when its page last changed, or there was nothing to complete
+        self.lost_at = 0.0  # when its connection was lost, if it was
 
     # -- its page ----------------------------------------------------------------------------------------------
 

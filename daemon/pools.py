@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvslot.allocator import Pool, PoolConfig
 from kvslot.api.wire import messages
-from kvslot.daemon.lengths import Lengths
 from kvslot.daemon.journal.states import States
+from kvslot.daemon.lengths import Lengths
 
 if TYPE_CHECKING:
     from kvslot.daemon.config import PoolSettings

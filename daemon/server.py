@@ -50,7 +50,8 @@ from kvslot.api.wire import (
     encode,
     messages,
 )
-from kvslot.daemon import config, inspection, logs
+from kvslot.api.wire.errors import CODES
+from kvslot.daemon import config, inspection, logs, process
 from kvslot.daemon.collector import Collector
 from kvslot.daemon.compactor import Compactor
 from kvslot.daemon.config import CHANGEABLE
@@ -62,6 +63,7 @@ from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
+from kvslot.daemon.totals import Totals
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
 
 TICK_SECONDS: Final = 0.005
@@ -84,6 +86,8 @@ DESCRIPTORS_ALL: Final = 1 << 20
 """Beyond any number that is in use; closing a range is one system call."""
 SESSION_LINES: Final = 50
 """Of one kind a second: a client that comes and goes all the time fills no disk."""
+MESSAGE_MOST: Final = 240
+"""Characters of a refusal that are logged: a name that a client chose may be as long as a frame."""
 ACCEPTS: Final = 16
 """Of one turn, so that a crowd at the door does not hold up those inside."""
 
@@ -104,6 +108,7 @@ class Server:
         self.started = time.monotonic()
         self.version = __version__
         self.latency = Latency()
+        self.totals = Totals(self.pools)
         self.collector = Collector()
         self.hub = Hub(loop, self.replenish)
         self.connections: set[Connection] = set()
@@ -206,29 +211,38 @@ class Server:
         try:
             reply = TABLE[kind].handler(self, connection, request, now)
         except Refused as refused:
-            code, message = refused.code, str(refused)
+            return self._count_refused(kind, refused.code, str(refused))
         except core.Refusal as refusal:
-            code, message = REFUSALS[type(refusal)].code, str(refusal)
+            return self._count_refused(kind, REFUSALS[type(refusal)].code, str(refusal))
         except PeerFault as fault:
             connection.fault(fault)
-            code, message = BadRequest.code, str(fault)
+            return self._count_refused(kind, BadRequest.code, str(fault))
         else:
             return reply  # type: ignore[return-value]  # a handler's type covers all verbs; a Batchable one's reply is this
         finally:
             asked.connection = None
-        self.latency.refused[kind] = self.latency.refused.get(kind, 0) + 1
-        return messages.Error(0, code, message)
+
+    def _count_refused(self, kind: type, code: int, message: str, number: int = 0) -> messages.Error:
+        """Notes a refusal, and makes its reply; one of a verb in a Batch has no id of its own."""
+        refused = self.latency.refused
+        refused[kind] = refused.get(kind, 0) + 1
+        self.totals.refuse(kind, code)
+        limited(
+            log, "refused", 10.0, level="info", kind=f"{kind.__name__}{code}",
+            code=CODES[code].__name__, message=message[:MESSAGE_MOST],
+        )  # fmt: skip
+        return messages.Error(number, code, message)
 
     def _refused(
         self, connection: Connection, kind: type, number: int, code: int, message: str
     ) -> messages.Error | None:
-        refused = self.latency.refused
-        refused[kind] = refused.get(kind, 0) + 1
         if number:
             if connection.member is None and not connection.used:
                 # Nothing but a session or a control verb can follow, and neither was granted.
                 self.loop.call_soon(connection.finish)
-            return messages.Error(number, code, message)
+            return self._count_refused(kind, code, message, number)
+        self.latency.refused[kind] = self.latency.refused.get(kind, 0) + 1
+        self.totals.refuse(kind, code)
         if connection.member is not None:
             connection.member.posted_errors += 1
         limited(log, "posted_refused", 10.0, verb=kind.__name__, code=code, message=message)
@@ -583,6 +597,7 @@ class Server:
         if session.life != Life.LIVE:
             return
         member.hosted.core.lose(session)
+        member.lost_at = time.monotonic()
         member.hosted.fencing.discard(member)
         proven = not member.mapped or member.process_ended()
         sparing(
@@ -854,6 +869,17 @@ class Server:
 
     # -- looking at it -----------------------------------------------------------------------------------------
 
+    def door(self) -> dict[str, int]:
+        """Connections: open, the most, and what became of those that came."""
+        return {
+            "connections": len(self.connections),
+            "connections_max": self._connections_max,
+            "sessions_max": self.sessions_max,
+            "accepted": self.accepted,
+            "refused_connections": self.refused_connections,
+            "peer_faults": self.peer_faults,
+        }
+
     def view(self) -> inspection.View:
         """What inspection.py looks at."""
         return _View(self)
@@ -995,6 +1021,10 @@ class _View:
     @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]:
         return self._server.latency.rows()
+
+    @property
+    def process(self) -> Mapping[str, Any]:
+        return {**process.facts(), **self._server.door()}
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

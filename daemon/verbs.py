@@ -495,7 +495,11 @@ def free(server: Server, connection: Connection, m: messages.Free, now: float) -
     entry = member.sequences.get(m.sequence)
     if entry is None:
         raise NotFound(f"no sequence {m.sequence} is running in this session")
-    member.hosted.core.free(session, entry.handle, fence=m.fence, now=now)
+    hosted = member.hosted
+    ending = hosted.core.sequences.get(entry.handle)
+    hosted.core.free(session, entry.handle, fence=m.fence, now=now)
+    if ending is not None:
+        hosted.lengths.add(ending.length)
     del member.sequences[m.sequence]
     del member.by_handle[entry.handle]
     connection.unpush(("preempt", m.sequence))

@@ -107,7 +107,7 @@ KEYS = {
     ),
     "clients": (
         "session name pid uid pool state stalled age_s page sequences charged quota fenced pins submitted completed "
-        "owes group movable follows retired_tokens outbox_bytes frames posted_errors"
+        "behind_s lost_s owes group movable follows retired_tokens outbox_bytes frames posted_errors"
     ),
     "map": "block blocks slots",
     "tree": (

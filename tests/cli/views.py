@@ -10,7 +10,8 @@ import msgspec
 
 from kvslot.allocator import Pool, PoolConfig, Session
 from kvslot.api.wire import messages
-from kvslot.daemon import inspection
+from kvslot.daemon import inspection, process
+from kvslot.daemon.lengths import Lengths
 
 SLOT_BYTES = 64
 EVERYTHING = 1 << 40
@@ -48,6 +49,7 @@ class Hosted:
     settings: PoolSettings = field(init=False)
     members: dict[int, Member] = field(default_factory=dict)
     description: messages.Pool = field(init=False)
+    lengths: Lengths = field(default_factory=Lengths)
 
     def __post_init__(self) -> None:
         core, config = self.core, self.core.config
@@ -83,6 +85,8 @@ class Member:
     outbox: int = 0
     frames: int = 3
     posted_errors: int = 0
+    lost_at: float = 0.0
+    progressed: float = 70.0
 
 
 @dataclass
@@ -106,6 +110,7 @@ class View:
                 mode = {"stop": "off", "start": "idle"}.get(action, told.mode)
                 self.compaction[name] = msgspec.structs.replace(told, mode=mode, once=action == "once")
 
+    process: dict[str, Any] = field(default_factory=lambda: {**process.facts(), "sessions_max": 256})
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
     )
