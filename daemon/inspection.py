@@ -8,7 +8,7 @@ size.  A listing of many pages is therefore a picture taken over some time: what
 listed in both its places.  Cursors only ever rise, so every listing ends.
 
     one row each    status · process · pools · sessions · namespaces · tickets · frag · defrag · lengths · latency ·
-                    config · settings
+                    steps · totals · config · settings
     columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
                     map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
 
@@ -142,6 +142,10 @@ class View(Protocol):
     def latency(self) -> Mapping[str, Mapping[str, Any]]: ...  # by verb: plain counters
     @property
     def process(self) -> Mapping[str, Any]: ...  # the daemon's own: limits, descriptors, memory, connections
+    @property
+    def totals(self) -> Mapping[str, Any]: ...  # counts since the process began
+    @property
+    def steps(self) -> Sequence[Mapping[str, Any]]: ...  # by verb and step of the data path: a histogram each
 
 
 # -- the one entry ----------------------------------------------------------------------------------------------------
@@ -363,6 +367,14 @@ def _least_cells(size_class: int) -> int:
 
 def _latency(view: View, cursor: int, limit: int, pool: str) -> Page:
     return _cut([{"verb": verb, **counters} for verb, counters in view.latency.items()], cursor, limit)
+
+
+def _totals(view: View, cursor: int, limit: int, pool: str) -> Page:
+    return [dict(view.totals)], 0
+
+
+def _steps(view: View, cursor: int, limit: int, pool: str) -> Page:
+    return _cut([dict(each) for each in view.steps], cursor, limit)
 
 
 def _process(view: View, cursor: int, limit: int, pool: str) -> Page:
@@ -635,6 +647,8 @@ _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
     "lengths": _lengths,
     "latency": _latency,
     "process": _process,
+    "totals": _totals,
+    "steps": _steps,
     "settings": _settings,
     "config": _config,
 }

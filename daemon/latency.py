@@ -64,6 +64,24 @@ class Latency:
             rows[verb.__name__] = row
         return rows
 
+    def steps(self) -> list[dict[str, Any]]:
+        """Of every verb that was sampled, each step: how often, seconds in all, and the histogram.
+
+        `classes[k]` counts times below 2^k ns that are at least half as long; trailing zeros are left out.
+        """
+        found = []
+        for verb, histograms in sorted(self._histograms.items(), key=lambda item: item[0].__name__):
+            sums = self._sums[verb]
+            for step, name in enumerate(STEPS):
+                classes = list(histograms[step])
+                while classes and not classes[-1]:
+                    classes.pop()
+                found.append(
+                    {"verb": verb.__name__, "step": name, "sampled": sums[-1], "seconds": sums[step] / 1e9,
+                     "classes": classes}
+                )  # fmt: skip
+        return found
+
 
 def _percentile(histogram: list[int], share: float) -> float:
     """The upper edge of the class that the percentile falls in, in microseconds."""

@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -384,6 +384,7 @@ class Server:
             connection = member.connection if member is not None else None
             if member is None or connection is None:
                 continue
+            self.totals.pushes[type(push)] += 1
             match push:
                 case core.Ready(ticket=ticket):
                     connection.push(("ready", ticket), messages.Ready(ticket))
@@ -548,6 +549,7 @@ class Server:
         connection.used = True
         member.connection = connection
         self.sessions[member.number] = member
+        self.totals.opened += 1
         member.hosted.members[member.session.handle] = member
         if member.pidfd >= 0:
             self.loop.add_reader(member.pidfd, self._process_ended, member)
@@ -570,6 +572,7 @@ class Server:
         connection.member = member
         connection.used = True
         member.connection = connection
+        self.totals.resumed += 1
         self._waits_for_page(member)
         self.loop.call_soon(self._tell_draining, connection)  # behind the Welcome
         sparing(log, "session_resumed", SESSION_LINES, session=member.number, pid=member.peer.pid)
@@ -578,6 +581,7 @@ class Server:
         """Bye: nothing more comes from this connection."""
         connection.member = None
         member.connection = None
+        self.totals.left += 1
         sparing(log, "session_ended", SESSION_LINES, session=member.number, reason="bye")
         self._start_sweep()
         self.loop.call_soon(connection.finish)
@@ -597,6 +601,7 @@ class Server:
         if session.life != Life.LIVE:
             return
         member.hosted.core.lose(session)
+        self.totals.lost += 1
         member.lost_at = time.monotonic()
         member.hosted.fencing.discard(member)
         proven = not member.mapped or member.process_ended()
@@ -677,6 +682,7 @@ class Server:
     def _forget(self, member: Member) -> None:
         """The session has ended and holds nothing."""
         del self.sessions[member.number]
+        self.totals.forget(member)
         hosted = member.hosted
         del hosted.members[member.session.handle]
         hosted.fencing.discard(member)
@@ -723,6 +729,7 @@ class Server:
                 member.progressed = now
             elif not session.stalled and now - member.progressed > settings.stall_seconds:
                 member.hosted.core.stall(session)
+                self.totals.stalls += 1
                 log.warning(
                     "session_stalled",
                     session=member.number,
@@ -765,7 +772,9 @@ class Server:
 
     async def _keep(self) -> None:
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(UPKEEP_SECONDS)
+            self.totals.woke(time.monotonic() - asleep - UPKEEP_SECONDS)
             self.upkeep()
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -798,6 +807,7 @@ class Server:
     def _tell_draining(self, connection: Connection) -> None:
         left = self.drain_left(time.monotonic())
         if left is not None and not connection.closed:
+            self.totals.pushes[messages.Draining] += 1
             connection.push("draining", messages.Draining(int(left * 1e3)))
 
     def _works(self, member: Member) -> bool:
@@ -986,6 +996,7 @@ class Server:
             faults = [str(each) for each in json.loads(b"".join(chunks))]
         except ValueError:
             faults = ["the audit itself failed; the log has its traceback"]
+        self.totals.audited(len(faults), time.perf_counter() - began)
         if faults:
             log.error("audit_failed", faults=faults[:10], count=len(faults))
         if not connection.closed:
@@ -1025,6 +1036,15 @@ class _View:
     @property
     def process(self) -> Mapping[str, Any]:
         return {**process.facts(), **self._server.door()}
+
+    @property
+    def totals(self) -> Mapping[str, Any]:
+        server = self._server
+        return server.totals.row(server.sessions.values(), server.collector.statistics())
+
+    @property
+    def steps(self) -> Sequence[Mapping[str, Any]]:
+        return self._server.latency.steps()
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from kvslot.api.wire import (
     messages,
 )
 from kvslot.daemon import inspection
+from kvslot.daemon.logs import limited
 from kvslot.daemon.membership import Entry, Member, birth_of, watch
 
 if TYPE_CHECKING:
@@ -108,12 +109,27 @@ def _root(member: Member, namespace: int) -> int:
     return namespace
 
 
-def _later(hosted: HostedPool, answer: core.Later, number: int) -> messages.Later:
+def _later(server: Server, hosted: HostedPool, answer: core.Later, number: int) -> messages.Later:
     members = hosted.members
+    server.totals.later[hosted.name][answer.reason] += 1
+    limited(
+        log, "later", LATER_SECONDS, level="info", kind=hosted.name, pool=hosted.name, reason=str(answer.reason),
+        needed=answer.needed, free_now=answer.free_now, coming_free=answer.coming_free,
+        evictable=answer.evictable,
+    )  # fmt: skip
     return messages.Later(
         number, answer.ticket, str(answer.reason), answer.needed, answer.free_now, answer.coming_free,
         answer.evictable, answer.retry_after_ms, [members[each].number for each in answer.stalled if each in members],
     )  # fmt: skip
+
+
+def _never(server: Server, hosted: HostedPool, answer: core.Never, number: int) -> messages.Never:
+    server.totals.never[hosted.name] += 1
+    limited(
+        log, "never", LATER_SECONDS, kind=hosted.name, pool=hosted.name, needed=answer.needed,
+        limit=answer.limit,
+    )  # fmt: skip
+    return messages.Never(number, answer.needed, answer.limit)
 
 
 def _first_copied(pool: core.Pool, handle: int) -> int:
@@ -372,9 +388,9 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
         server.waits(hosted)
         if answer.reason is core.Reason.RUN:
             server.compactors[hosted.name].poke()  # moves may make one
-        return _later(hosted, answer, m.id)
+        return _later(server, hosted, answer, m.id)
     assert type(answer) is core.Never
-    return messages.Never(m.id, answer.needed, answer.limit)
+    return _never(server, hosted, answer, m.id)
 
 
 def _again(entry: Entry, m: messages.Allocate) -> messages.Reply:
@@ -407,9 +423,9 @@ def extend(server: Server, connection: Connection, m: messages.Extend, now: floa
         return messages.Grown(m.id, answer.position, answer.capacity, answer.extents, _flat(answer.copies))
     if type(answer) is core.Later:
         server.waits(hosted)
-        return _later(hosted, answer, m.id)
+        return _later(server, hosted, answer, m.id)
     assert type(answer) is core.Never
-    return messages.Never(m.id, answer.needed, answer.limit)
+    return _never(server, hosted, answer, m.id)
 
 
 def commit(server: Server, connection: Connection, m: messages.Commit, now: float) -> messages.Reply:
@@ -455,7 +471,7 @@ def fork(server: Server, connection: Connection, m: messages.Fork, now: float) -
     answer = pool.fork(session, handle, length=m.length, now=now, ticket=m.ticket)
     if type(answer) is core.Later:
         server.waits(member.hosted)
-        return _later(member.hosted, answer, m.id)
+        return _later(server, member.hosted, answer, m.id)
     assert type(answer) is core.Forked
     member.sequences[m.child] = Entry(answer.sequence, None, None)
     member.by_handle[answer.sequence] = m.child
@@ -605,6 +621,8 @@ def set_config(server: Server, connection: Connection, m: messages.SetConfig, no
     return messages.Done(m.id)
 
 
+LATER_SECONDS: Final = 10.0
+"""Between two lines that say that a pool makes its clients wait, or turns them away."""
 NAMESPACES: Final = 1024
 """Namespaces of one session: one a tenant and adapter it serves, and not one a request."""
 LOST_LEAST: Final = 4

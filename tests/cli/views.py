@@ -11,6 +11,8 @@ import msgspec
 from kvslot.allocator import Pool, PoolConfig, Session
 from kvslot.api.wire import messages
 from kvslot.daemon import inspection, process
+from kvslot.daemon.collector import Collector
+from kvslot.daemon.totals import Totals
 from kvslot.daemon.lengths import Lengths
 
 SLOT_BYTES = 64
@@ -113,6 +115,12 @@ class View:
     process: dict[str, Any] = field(default_factory=lambda: {**process.facts(), "sessions_max": 256})
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
+    )
+    totals: dict[str, Any] = field(default_factory=lambda: Totals(["chat"]).row([], Collector().statistics()))
+    steps: list[dict[str, Any]] = field(
+        default_factory=lambda: [
+            {"verb": "Allocate", "step": "all", "sampled": 3, "seconds": 0.1, "classes": [0, 3]}
+        ]
     )
 
 
