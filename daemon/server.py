@@ -63,8 +63,9 @@ from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
+from kvslot.daemon.recorder import Recorders
 from kvslot.daemon.totals import Totals
-from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission
+from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission, Row
 
 TICK_SECONDS: Final = 0.005
 UPKEEP_SECONDS: Final = 1.0
@@ -132,6 +133,8 @@ class Server:
         self._drain_deadline = 0.0
         self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
         self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
+        self.table: Mapping[type, Row] = TABLE
+        self.recorders = Recorders(self)
         self._uids = {0, os.geteuid(), *settings.control_uids}
         self._gids = set(settings.control_gids)
         self._counts = self.latency.counts
@@ -173,7 +176,7 @@ class Server:
         """One request: the reply, or none where none is due."""
         kind = type(request)
         self._counts[kind] += 1
-        row = TABLE[kind]
+        row = self.table[kind]
         member = connection.member
         number = request.id
         asked.connection, asked.request, asked.verb = connection, number, kind
@@ -209,7 +212,7 @@ class Server:
             return messages.Error(0, OutOfTurn.code, "the session has ended")
         asked.connection, asked.verb = connection, kind  # `asked.request` is the Batch
         try:
-            reply = TABLE[kind].handler(self, connection, request, now)
+            reply = self.table[kind].handler(self, connection, request, now)
         except Refused as refused:
             return self._count_refused(kind, refused.code, str(refused))
         except core.Refusal as refusal:
@@ -589,6 +592,7 @@ class Server:
     def disconnected(self, connection: Connection, reason: str) -> None:
         """The socket is closed."""
         self.connections.discard(connection)
+        self.recorders.disconnected(connection)
         member = connection.member
         if member is not None:
             connection.member = None
@@ -681,6 +685,7 @@ class Server:
 
     def _forget(self, member: Member) -> None:
         """The session has ended and holds nothing."""
+        self.recorders.left(member, time.monotonic())
         del self.sessions[member.number]
         self.totals.forget(member)
         hosted = member.hosted

@@ -621,6 +621,11 @@ def set_config(server: Server, connection: Connection, m: messages.SetConfig, no
     return messages.Done(m.id)
 
 
+def record(server: Server, connection: Connection, m: messages.Record, now: float) -> messages.Reply:
+    """What clients ask of a pool, for one who records it."""
+    return server.recorders.act(connection, m, now)
+
+
 LATER_SECONDS: Final = 10.0
 """Between two lines that say that a pool makes its clients wait, or turns them away."""
 NAMESPACES: Final = 1024
@@ -658,6 +663,7 @@ TABLE: Final[dict[type, Row]] = {
     messages.Audit: Row(Permission.CONTROL, audit),
     messages.Drain: Row(Permission.CONTROL, drain),
     messages.SetConfig: Row(Permission.CONTROL, set_config),
+    messages.Record: Row(Permission.CONTROL, record),
 }
 """Every request's row; a test finds the one that lacks any."""
 

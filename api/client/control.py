@@ -70,6 +70,13 @@ class Control:
         """Changes a setting that may be changed while the daemon runs."""
         self._connection.call(messages.SetConfig(self._next(), name, value), messages.Done)
 
+    def record(self, action: str = "fetch", *, pool: str = "", values: bool = False) -> messages.Recorded:
+        """Of a recording: "start" it for a pool, "fetch" what was noted since, "stop" it and fetch while there is more.
+
+        `values`: tokens come as they are, not blinded.  It ends with this connection.
+        """
+        return self._connection.call(messages.Record(self._next(), action, pool, values), messages.Recorded)
+
     def close(self) -> None:
         """Ends the connection."""
         self._connection.close()

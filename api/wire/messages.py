@@ -337,6 +337,19 @@ class SetConfig(Message, frozen=True, tag=37):
     value: Name
 
 
+class Record(Message, frozen=True, tag=38):
+    """A recording of what clients ask of a pool, fetched bit by bit; ends with its connection.  Recorded.  Control."""
+
+    id: Whole
+    action: Name = "fetch"  # one of RECORDINGS
+    pool: Name = ""  # start: "" is the first
+    values: bool = False  # start: token values as they are; else blinded, so that only equality can be told
+
+
+RECORDINGS: Final = ("start", "fetch", "stop")
+"""Actions of Record."""
+
+
 SessionVerb = (
     OpenNamespace
     | Probe
@@ -356,7 +369,7 @@ SessionVerb = (
     | Bye
     | Batch
 )
-ControlVerb = Inspect | Evict | Defrag | Audit | Drain | SetConfig
+ControlVerb = Inspect | Evict | Defrag | Audit | Drain | SetConfig | Record
 Request = Hello | Ping | SessionVerb | ControlVerb
 
 
@@ -549,7 +562,36 @@ class Defragged(Message, frozen=True, tag=99):
     pools: list[Compaction]
 
 
-Reply = Welcome | Opened | Pong | BatchReply | Results | Inspected | Evicted | Audited | Defragged
+class Noted(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One thing that a client did, as a recording has it.  Which fields mean something depends on `what`."""
+
+    what: str  # "begun", "told", "cut", "forked", "ended", "left"
+    request: int  # the daemon's number of the sequence, never used again in its boot; 0: of "left"
+    at: float  # seconds of the daemon's monotonic clock; of "begun", when it was first asked for
+    session: int
+    space: int  # "begun": a number for the namespace; "forked": the parent's `request`
+    count: int  # tokens: of the prompt; where those told of begin; that are left or shared; of the whole sequence
+    hit: int  # "begun": tokens found cached
+    tokens: bytes  # "begun": the prompt's, or the first of them; "told": those that follow
+
+
+class Recorded(Message, frozen=True, tag=100):
+    """What was noted, the oldest first.  Counts are since the recording's start."""
+
+    id: int
+    at: float  # now, on the daemon's monotonic clock
+    floor: float  # no request will be told of that was asked for before
+    more: bool  # there is more to fetch already
+    running: int  # requests told of that have not ended
+    waiting: int  # requests that were told LATER, so far
+    lost_requests: int  # not told of, since too much had not been fetched
+    lost_tokens: int  # ... of these and of others
+    never: int  # requests that were told NEVER
+    given_up: int  # told LATER, and not asked for again
+    events: list[Noted]
+
+
+Reply = Welcome | Opened | Pong | BatchReply | Results | Inspected | Evicted | Audited | Defragged | Recorded
 
 
 # -- pushes -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import msgspec
 
 from kvslot.allocator.config import MAX_PRIORITY
 from kvslot.api.wire import CODES, messages, page
-from kvslot.daemon import compactor, inspection
+from kvslot.daemon import compactor, inspection, recorder
 from kvslot.daemon.config import CHANGEABLE, Settings
 from kvslot.daemon.connection import LONG_TOKENS, TURN_VERBS
+from kvslot.daemon.recorder import RECORD_BYTES
 from kvslot.daemon.verbs import EVICT_NS, NAMESPACES, TABLE
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
@@ -40,7 +41,13 @@ def kind_of(hint: Any) -> str:
     return KINDS[hint]
 
 
-LISTS = {int: "integers", str: "texts", messages.Compaction: "array", messages.Plane: "array"}
+LISTS = {
+    int: "integers",
+    str: "texts",
+    messages.Compaction: "array",
+    messages.Noted: "array",
+    messages.Plane: "array",
+}
 KINDS = {
     int: "",
     bool: "flag",
@@ -128,6 +135,18 @@ def test_compaction_is_listed_field_by_field() -> None:
     assert states == ["off", "settled", "backed off", "planning", "waiting", "moving", "stopping"]
     assert set(re.findall(r'self\.state = "([a-z ]+)"', source)) <= set(states)
     assert all(f'"{each}"' in source for each in states)
+
+
+def test_a_recording_is_listed_field_by_field() -> None:
+    """Every action of Record and every field and kind of what it says is on the page."""
+    text = PAGE.split("**Record.**", 1)[1].split("\n\n", 1)[0]
+    assert all(f"`{each}`" in text for each in messages.RECORDINGS)
+    assert f"at most {RECORD_BYTES >> 20} MiB" in text
+    rows = section("What a recording says")
+    fields = msgspec.structs.fields(messages.Noted)
+    assert [row[:2] for row in rows] == [[each.name, kind_of(each.type) or "integer"] for each in fields]
+    said = set(re.findall(r'"([a-z]+)"', rows[0][2]))
+    assert said == set(re.findall(r'"([a-z]+)", (?:handle|child|0),', inspect.getsource(recorder))) | {"cut"}
 
 
 def test_errors_are_listed() -> None:
