@@ -7,8 +7,8 @@ bounded in work: at most `limit` owners of slots, nodes or rows, well below a mi
 size.  A listing of many pages is therefore a picture taken over some time: what changes meanwhile may be missing or be
 listed in both its places.  Cursors only ever rise, so every listing ends.
 
-    one row each    status · process · pools · sessions · namespaces · tickets · frag · defrag · lengths · latency ·
-                    steps · totals · config · settings
+    one row each    status · process · pools · sessions · namespaces · tickets · pins · frag · defrag · lengths ·
+                    latency · steps · totals · config · settings
     columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
                     map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
 
@@ -36,6 +36,7 @@ from kvslot.api.wire import BadRequest, NotFound
 from kvslot.api.wire.messages import Compaction
 from kvslot.api.wire.messages import Pool as Description
 from kvslot.daemon.config import CHANGEABLE, SETTINGS
+from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
 
 Row = dict[str, Any]
@@ -82,6 +83,8 @@ class PoolView(Protocol):
     def settings(self) -> msgspec.Struct: ...  # as configured
     @property
     def members(self) -> Mapping[int, MemberView]: ...  # by their handles in the core
+    @property
+    def keeper(self) -> Keeper: ...  # operators' pins
     @property
     def lengths(self) -> Lengths: ...  # of the sequences that ended
 
@@ -468,6 +471,24 @@ def _tickets(view: PoolView, cursor: int, limit: int) -> Page:
     return page, cursor + limit if cursor + limit < waiting else 0
 
 
+def _pins(view: PoolView, cursor: int, limit: int) -> Page:
+    """Of operators; a session's are counted with it."""
+    limit = min(limit or ROWS, ROWS)
+    handles = list(view.keeper.pins)  # which only rise
+    first = bisect_right(handles, cursor)
+    page: list[Row] = [
+        {
+            "pin": kept.pin,
+            "namespace": kept.namespace,
+            "tokens": kept.tokens,
+            "age_s": max(0.0, view.core.now - kept.since),
+            "by": kept.by,
+        }
+        for kept in (view.keeper.pins[each] for each in handles[first : first + limit])
+    ]
+    return page, handles[first + limit - 1] if first + limit < len(handles) else 0
+
+
 def _live(core: Core, cursor: int, limit: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
     """The nodes of a page that begins with number `cursor`, less the cursor; where it stops; and the next cursor."""
     tree = core.tree
@@ -655,6 +676,7 @@ _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
 _PAGED: Final[dict[str, Callable[[PoolView, int, int], Page]]] = {
     "namespaces": _namespaces,
     "tickets": _tickets,
+    "pins": _pins,
     "tree": _tree,
     "map": _map,
 }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvslot.allocator import Pool, PoolConfig
 from kvslot.api.wire import messages
 from kvslot.daemon.journal.states import States
+from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class HostedPool:
         self.gathering = 0  # cells that postponed requests will take
         self.lengths = Lengths()
         core = self.core
+        self.keeper = Keeper(core)
         states = States(core.slots, core.padding)
         core.ledger.journal = states.shift
         self.states = states.view  # of every slot, by address: see journal/states.py

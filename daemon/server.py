@@ -15,6 +15,7 @@ fault: the process says so and ends, and the kernel takes back what it held.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -108,6 +109,7 @@ class Server:
         self.boot = secrets.randbits(62) + 1
         self.started = time.monotonic()
         self.version = __version__
+        self.reread: Callable[[], config.Settings] | None = None  # reads the settings anew
         self.latency = Latency()
         self.totals = Totals(self.pools)
         self.collector = Collector()
@@ -916,15 +918,23 @@ class Server:
         log.info("setting_changed", name=name, value=value)
         self._settings_changed()
 
-    def reload(self, read: Callable[[], config.Settings] | None) -> None:
-        """SIGHUP: takes over what may be changed while running, and names what needs a restart."""
-        if read is None:
-            return
+    def hup(self) -> None:
+        """SIGHUP: as `reload`; what is wrong is in the log."""
+        with contextlib.suppress(BadRequest):
+            self.reload()
+
+    def reload(self) -> tuple[list[str], list[str]]:
+        """Takes over what may be changed while running: settings that have changed, and those that need a restart.
+
+        Raises BadRequest, and changes nothing, where the settings cannot be used.
+        """
+        if self.reread is None:
+            raise BadRequest("this daemon was not started from settings that could be read again")
         try:
-            settings = read()
+            settings = self.reread()
         except config.ConfigError as error:
             log.error("reload_failed", reason=str(error))
-            return
+            raise BadRequest(f"settings stay as they are: {error}") from None
         changed = [
             name
             for name in type(settings).__struct_fields__
@@ -938,7 +948,9 @@ class Server:
             for compactor in self.compactors.values():
                 compactor.set_again()
         self._settings_changed()
-        log.info("reloaded", changed=taken, needs_restart=[name for name in changed if name not in taken])
+        needs_restart = [name for name in changed if name not in taken]
+        log.info("reloaded", changed=taken, needs_restart=needs_restart)
+        return list(taken), needs_restart
 
     def _settings_changed(self) -> None:
         for compactor in self.compactors.values():
@@ -1090,7 +1102,8 @@ async def _serve(
     loop.set_exception_handler(server.failed)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain, signal.Signals(number).name)
-    loop.add_signal_handler(signal.SIGHUP, server.reload, reload)
+    server.reread = reload
+    loop.add_signal_handler(signal.SIGHUP, server.hup)
     try:
         try:
             server.listen(endpoint)

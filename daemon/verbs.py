@@ -621,6 +621,33 @@ def set_config(server: Server, connection: Connection, m: messages.SetConfig, no
     return messages.Done(m.id)
 
 
+def keep(server: Server, connection: Connection, m: messages.Keep, now: float) -> messages.Reply:
+    """A prefix that stays until it is let go."""
+    hosted = server.hosted(m.pool)
+    by = f"uid {connection.peer.uid}"
+    if m.tokens:
+        space = core.Space(m.namespace.tenant, m.namespace.model, m.namespace.adapter, m.namespace.salt)
+        kept = hosted.keeper.pin_tokens(space, m.tokens, by)
+    else:
+        kept = hosted.keeper.pin_node(m.node, m.length, by)
+    log.info("prefix_pinned", pool=hosted.name, pin=kept.pin, namespace=kept.namespace, tokens=kept.tokens)
+    return messages.Pinned(m.id, kept.pin, kept.tokens)
+
+
+def unkeep(server: Server, connection: Connection, m: messages.Unkeep, now: float) -> messages.Reply:
+    """... and is let go."""
+    hosted = server.hosted(m.pool)
+    kept = hosted.keeper.unpin(m.pin)
+    log.info("prefix_unpinned", pool=hosted.name, pin=kept.pin, namespace=kept.namespace, tokens=kept.tokens)
+    return messages.Done(m.id)
+
+
+def reload(server: Server, connection: Connection, m: messages.Reload, now: float) -> messages.Reply:
+    """As SIGHUP does."""
+    changed, needs_restart = server.reload()
+    return messages.Reloaded(m.id, changed, needs_restart)
+
+
 def record(server: Server, connection: Connection, m: messages.Record, now: float) -> messages.Reply:
     """What clients ask of a pool, for one who records it."""
     return server.recorders.act(connection, m, now)
@@ -664,6 +691,9 @@ TABLE: Final[dict[type, Row]] = {
     messages.Drain: Row(Permission.CONTROL, drain),
     messages.SetConfig: Row(Permission.CONTROL, set_config),
     messages.Record: Row(Permission.CONTROL, record),
+    messages.Keep: Row(Permission.CONTROL, keep),
+    messages.Unkeep: Row(Permission.CONTROL, unkeep),
+    messages.Reload: Row(Permission.CONTROL, reload),
 }
 """Every request's row; a test finds the one that lacks any."""
 

@@ -77,6 +77,29 @@ class Control:
         """
         return self._connection.call(messages.Record(self._next(), action, pool, values), messages.Recorded)
 
+    def keep(
+        self,
+        *,
+        node: int = 0,
+        length: int = 0,
+        namespace: messages.Namespace | None = None,
+        tokens: bytes = b"",
+        pool: str = "",
+    ) -> messages.Pinned:
+        """Pins a cached prefix until `unkeep` or the daemon's end: a `node` of `length` tokens, or `tokens` (int32)."""
+        space = namespace or messages.Namespace()
+        return self._connection.call(
+            messages.Keep(self._next(), pool, node, length, space, tokens), messages.Pinned
+        )
+
+    def unkeep(self, pin: int, *, pool: str = "") -> None:
+        """Ends a pin of `keep`."""
+        self._connection.call(messages.Unkeep(self._next(), pin, pool), messages.Done)
+
+    def reload(self) -> messages.Reloaded:
+        """Has the settings read again, as SIGHUP does: what changed, and what needs a restart."""
+        return self._connection.call(messages.Reload(self._next()), messages.Reloaded)
+
     def close(self) -> None:
         """Ends the connection."""
         self._connection.close()

@@ -350,6 +350,31 @@ RECORDINGS: Final = ("start", "fetch", "stop")
 """Actions of Record."""
 
 
+class Keep(Message, frozen=True, tag=39):
+    """Pins a cached prefix until Unkeep or the daemon's end, whoever's connection ends.  Replied to by Pinned.  Control."""
+
+    id: Whole
+    pool: Name = ""  # "": the first
+    node: Whole = 0  # as `tree` lists it; 0: by `namespace` and `tokens`
+    length: Whole = 0  # tokens of the prefix that ends with `node`: tells it from another one that has its number now
+    namespace: Namespace = Namespace()
+    tokens: bytes = b""
+
+
+class Unkeep(Message, frozen=True, tag=40):
+    """Ends a pin of Keep.  Done.  Control."""
+
+    id: Whole
+    pin: Whole
+    pool: Name = ""
+
+
+class Reload(Message, frozen=True, tag=41):
+    """As SIGHUP: the settings are read again.  Replied to by Reloaded.  Control."""
+
+    id: Whole
+
+
 SessionVerb = (
     OpenNamespace
     | Probe
@@ -369,7 +394,7 @@ SessionVerb = (
     | Bye
     | Batch
 )
-ControlVerb = Inspect | Evict | Defrag | Audit | Drain | SetConfig | Record
+ControlVerb = Inspect | Evict | Defrag | Audit | Drain | SetConfig | Record | Keep | Unkeep | Reload
 Request = Hello | Ping | SessionVerb | ControlVerb
 
 
@@ -591,7 +616,27 @@ class Recorded(Message, frozen=True, tag=100):
     events: list[Noted]
 
 
-Reply = Welcome | Opened | Pong | BatchReply | Results | Inspected | Evicted | Audited | Defragged | Recorded
+class Reloaded(Message, frozen=True, tag=101):
+    """Names of settings that hold from now on, and of those that differ and need a restart."""
+
+    id: int
+    changed: list[str]
+    needs_restart: list[str]
+
+
+Reply = (
+    Welcome
+    | Opened
+    | Pong
+    | BatchReply
+    | Results
+    | Inspected
+    | Evicted
+    | Audited
+    | Defragged
+    | Recorded
+    | Reloaded
+)
 
 
 # -- pushes -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from kvslot.api.wire import messages
 from kvslot.daemon import inspection, process
 from kvslot.daemon.collector import Collector
 from kvslot.daemon.totals import Totals
+from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
 
 SLOT_BYTES = 64
@@ -52,9 +53,11 @@ class Hosted:
     members: dict[int, Member] = field(default_factory=dict)
     description: messages.Pool = field(init=False)
     lengths: Lengths = field(default_factory=Lengths)
+    keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
         core, config = self.core, self.core.config
+        self.keeper = Keeper(core)
         self.settings = PoolSettings(self.name, config.block_size)
         self.description = messages.Pool(
             name=self.name,

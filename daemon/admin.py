@@ -1,0 +1,1 @@
+"""The daemon as the admin API sees it."""

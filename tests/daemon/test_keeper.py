@@ -1,0 +1,48 @@
+"""Pins that operators ask for: they outlive the connection that asked, and are the core's pins in all else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvslot.api.client.control import Control
+from kvslot.api.wire import NotFound
+from kvslot.api.wire.messages import Allocate, Audit, Bye, Commit, Evict, Free, Inspect, Namespace
+
+from ..tools.daemon import running
+from ..tools.wire import Wire, tokens
+
+
+def test_a_kept_prefix_stays_until_it_is_let_go() -> None:
+    """Evicting everything spares what is kept, by tokens or by node; afterwards it goes like all else."""
+    prompt = tokens(100)
+    with running() as daemon:
+        with Wire(daemon.socket) as wire:
+            welcome = wire.hello("engine", namespace=Namespace(tenant="a"))
+            wire.call(Allocate, welcome.namespace, 1, prompt)
+            wire.call(Commit, 1, 100, b"")
+            wire.call(Free, 1)
+            wire.call(Bye)
+        with Control(str(daemon.socket)) as control:
+            pinned = control.keep(namespace=Namespace(tenant="a"), tokens=prompt[: 4 * 40])
+            assert pinned.length == 40
+        with Control(str(daemon.socket)) as control:
+            assert control.evict(1000) == 60
+            (row,) = control.inspect("pins")
+            assert (row["pin"], row["tokens"]) == (pinned.pin, 40)
+            (tree,) = control.inspect("tree")
+            (node,) = tree["node"]
+            with pytest.raises(NotFound):
+                control.keep(node=node, length=39)
+            second = control.keep(node=node, length=40)
+            control.unkeep(pinned.pin)
+            with pytest.raises(NotFound):
+                control.unkeep(pinned.pin)
+            assert control.evict(1000) == 0
+            control.unkeep(second.pin)
+            assert control.evict(1000) == 40
+            assert next(control.inspect("pools"))["sessions"] == 0
+            assert not control.audit().faults
+        with Wire(daemon.socket) as wire:
+            assert not wire.call(Inspect, "pins").rows
+            assert not wire.call(Audit).faults
+            wire.call(Evict, 1)
