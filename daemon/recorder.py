@@ -309,10 +309,9 @@ class Recorders:
         self._plain = server.table
         self._of: dict[HostedPool, Recorder] = {}
 
-    def act(
-        self, server: Server, connection: Connection, m: messages.Record, now: float
-    ) -> messages.Recorded:
+    def act(self, connection: Connection, m: messages.Record, now: float) -> messages.Recorded:
         """The Record verb."""
+        server = self._server
         mine = next((each for each in self._of.values() if each.owner is connection), None)
         if m.action == "start":
             if mine is not None:
