@@ -64,6 +64,8 @@ def pool_help(command: str) -> str:
         return "the pool to show (the first one)"
     if command == "defrag":
         return "only this pool (all)"
+    if command == "record":
+        return "the pool to record; needed where there are several"
     if command == "evict":
         return "the pool to evict from; needed where there are several"
     return "only this pool (all)"
@@ -117,6 +119,11 @@ def fail(arguments: argparse.Namespace, why: str, code: int) -> int:
 
 def write(arguments: argparse.Namespace, control: Control, document: Row) -> int:
     """Writes `document` where --json says, headed by `meta`; the exit code."""
+    return write_document(arguments, control.socket, document)
+
+
+def write_document(arguments: argparse.Namespace, socket: str, document: Row) -> int:
+    """As `write`, also where no daemon answered at `socket`."""
     import msgspec
 
     from kvslot import __version__
@@ -124,7 +131,7 @@ def write(arguments: argparse.Namespace, control: Control, document: Row) -> int
     meta = {
         "command": arguments.command,
         "version": __version__,
-        "socket": control.socket,
+        "socket": socket,
         "time": round(time.time(), 3),
     }
     encoded = msgspec.json.format(msgspec.json.encode({"meta": meta, **document}), indent=2) + b"\n"

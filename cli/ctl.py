@@ -18,9 +18,9 @@ from kvslot import __version__
 from kvslot.cli import _common
 
 COMMANDS: Final = (
-    "status", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "evict", "defrag", "audit",
-    "drain",
-    "replay", "bench",
+    "status", "top", "doctor", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "evict", "pin",
+    "unpin", "defrag", "audit", "drain",
+    "record", "replay", "advise", "bench",
 )  # fmt: skip
 """Modules of this room, in the order of the help."""
 

@@ -82,6 +82,91 @@ class TraceRequestError(TraceError):
     """A request's line is malformed or contradicts the lines before it."""
 
 
+class RecordedPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool of a daemon whose load was recorded, as it was then.  Sizes in slots."""
+
+    name: str = ""
+    granularity: str = "token"
+    blocks: int = 0
+    block_size: int = 0
+    usable: int = 0
+    quantum: int = 0
+    watermark: int = 0
+    eviction: str = "lru"
+    append: str = "chain"
+    compaction: str = "off"
+    slot_bytes: int = 0
+    pages: list[int] = []
+    """Page sizes of the engines that were connected."""
+
+
+class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How a trace came to be that was recorded from a daemon; all counts are of the recording."""
+
+    complete: bool
+    """False: the recorder was killed, or is still at it; what is there is whole up to some seconds before."""
+    until: str = ""
+    """When it ended; UTC, ISO 8601."""
+    seconds: float = 0.0
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    hit_tokens: int = 0
+    """Prompt tokens that the daemon found cached."""
+    hit_tokens_before: int = 0
+    """Of them, cached before the recording began: no request of it has them."""
+    engines: int = 0
+    """Sessions of the daemon that asked."""
+    namespaces: int = 0
+    boots: int = 1
+    """Of the daemon."""
+    forks: int = 0
+    """Requests that began as a fork of another."""
+    cut_off: int = 0
+    """Requests that had not ended when the recording did."""
+    never: int = 0
+    """Told NEVER, and not in the trace."""
+    given_up: int = 0
+    """Told LATER and not asked for again, and not in the trace."""
+    lost_requests: int = 0
+    """Not in the trace, since the recorder could not keep up."""
+    lost_tokens: int = 0
+    forgotten_tokens: int = 0
+    """Dropped from what later requests were compared with, for want of memory."""
+    prefill_us: float | None = None
+    """Microseconds that a prompt token took which was not found, by least squares; None: cannot be told."""
+    decode_ms: float | None = None
+    """Milliseconds an output token took."""
+    pool: RecordedPool | None = None
+
+    def lacks(self) -> list[str]:
+        """For people: what is not in the trace as it was, a line each."""
+        return [
+            f"{count:,} {words}"
+            for count, words in (
+                (self.lost_requests, "requests lost: the recorder could not keep up"),
+                (self.lost_tokens, "tokens lost with them, or of others"),
+                (self.forgotten_tokens, "tokens no longer compared with, for want of memory"),
+                (
+                    self.cut_off,
+                    "requests were running at the end: their outputs are as long as they were then",
+                ),
+                (self.never, "requests told NEVER, and left out"),
+                (self.given_up, "requests given up while they waited, and left out"),
+                (self.forks, "requests began as forks of others; a replay looks up what they shared"),
+                (
+                    self.hit_tokens_before,
+                    "hit tokens were cached before the recording began; a replay computes them once",
+                ),
+            )
+            if count
+        ]
+
+    def note(self) -> str:
+        """The same in one line."""
+        return "; ".join(["recorded from a daemon", *self.lacks()])
+
+
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """First line of a trace."""
 
@@ -90,6 +175,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     granularity: str | int = "token"
     note: str = ""
+    recorded: RecordedLoad | None = None
 
 
 class _Line(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
