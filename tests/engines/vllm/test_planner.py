@@ -74,6 +74,7 @@ def test_one_engine_reads_what_another_computed(daemon: Running, asynchronous: b
         closing(Mini(str(daemon.socket), asynchronous=asynchronous)) as second,
     ):
         assert first.run("a", PROMPT, [7, 8, 9, 10, 11]).cached == 0
+        audit(daemon, cached=32)  # published is heard of on another connection
         assert second.run("a", PROMPT).cached == 24
         assert second.run("b", [*PROMPT, 7, 8, 9, 10, 11, 12]).cached == 32, "output blocks are found, too"
         assert second.run("c", [*PROMPT[:17], *range(50)]).cached == 16
@@ -103,6 +104,7 @@ def test_a_prompt_that_vllm_has_itself_is_stored_and_not_loaded(daemon: Running)
         request = Request("a", list(PROMPT), blocks=donor.blocks[:4])
         assert engine.admit(request, local=16) == 0
         engine.step({request: 11})
+        audit(daemon, cached=24)
         assert other.run("b", PROMPT).cached == 24
         engine.planner.finished(request)
         assert engine.planner.statistics().loaded_tokens == 0
@@ -188,6 +190,7 @@ def test_a_store_behind_one_that_was_dropped_is_not_published(pool: dict[str, ob
             engine.finish(request)
             assert engine.planner.statistics().stored_tokens == 0
             assert other.run("b", PROMPT).cached == 0
+            audit(daemon, cached=24)
             assert engine.run("c", PROMPT).cached == 24, (
                 "another request stores them, and nothing is in its way"
             )
