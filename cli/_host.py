@@ -1,0 +1,242 @@
+"""What `kvslotctl doctor` reads on this machine: files, limits, memory, and what the daemon would be after a restart.
+
+Nothing here changes anything, and nothing raises for what cannot be read: it is None, with a reason where that helps.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import subprocess
+import sys
+from grp import getgrgid
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+Row = dict[str, Any]
+
+CHECK_SECONDS: Final = 20.0
+"""A configuration is read in a fraction of a second; a model's file on a network may take longer."""
+PASSED_ON: Final = (
+    "--config", "--socket", "--admin-socket", "--log-level", "--log-format", "--no-prefault", "--pool-size",
+    "--pool-blocks", "--block-size", "--model-config", "--dtype", "--demo",
+)  # fmt: skip
+"""Flags of a running daemon that its configuration is read again with; no others, whatever its command line holds."""
+BARE: Final = ("--no-prefault", "--demo")
+
+
+class Place(NamedTuple):
+    """A file as `stat` shows it; `kind` is socket, folder, file, link, missing or hidden (may not be looked at)."""
+
+    path: str
+    kind: str
+    mode: int = 0
+    uid: int = -1
+    gid: int = -1
+
+    def text(self) -> str:
+        """As `ls -l` would say it: kvslot:engines 0660."""
+        return f"{user(self.uid)}:{group(self.gid)} {self.mode:04o}"
+
+
+def place(path: str | Path) -> Place:
+    """One file, links not followed."""
+    try:
+        told = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return Place(str(path), "missing")
+    except OSError:
+        return Place(str(path), "hidden")
+    kind = "file"
+    for test, name in ((stat.S_ISSOCK, "socket"), (stat.S_ISDIR, "folder"), (stat.S_ISLNK, "link")):
+        if test(told.st_mode):
+            kind = name
+    return Place(str(path), kind, stat.S_IMODE(told.st_mode), told.st_uid, told.st_gid)
+
+
+def folders(path: str) -> list[Place]:
+    """The folders that lead to `path`, from the nearest one to the root, links resolved."""
+    return [place(each) for each in (Path(os.path.realpath(os.path.dirname(path) or ".")) / "x").parents]
+
+
+def user(uid: int) -> str:
+    """A user's name, or the number."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def group(gid: int) -> str:
+    """A group's name, or the number."""
+    try:
+        return getgrgid(gid).gr_name
+    except (KeyError, OverflowError):
+        return str(gid)
+
+
+def lock_holder(socket: str) -> str:
+    """What the lock beside a socket says of who serves it: "4242", "4242 draining"; "" where it cannot be read."""
+    try:
+        with open(f"{socket}.lock", "rb") as file:
+            return file.read(64).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process with this number is there."""
+    return os.path.exists(f"/proc/{pid}") if pid > 0 else False
+
+
+def process_state(pid: int) -> str:
+    """One letter as in `ps`: R, S, D, T, Z; "" where it cannot be read."""
+    text = _read(f"/proc/{pid}/stat")
+    return text.rpartition(")")[2].split()[0] if ")" in text else ""
+
+
+def machine() -> Row:
+    """Memory of the machine, and the file systems that engines share memory through.  Bytes."""
+    found: Row = {"total": None, "available": None, "swap_total": None, "swap_free": None}
+    names = {
+        "MemTotal": "total",
+        "MemAvailable": "available",
+        "SwapTotal": "swap_total",
+        "SwapFree": "swap_free",
+    }
+    for line in _read("/proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            found[names[name]] = int(value.split()[0]) << 10
+    for name in ("shm_total", "shm_free"):
+        found[name] = None
+    try:
+        told = os.statvfs("/dev/shm")
+        found["shm_total"], found["shm_free"] = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    except OSError:
+        pass
+    return found
+
+
+def control_group(pid: int) -> Row | None:
+    """Limits of a process's control group (version 2), the tightest on the way up; None where there are none."""
+    line = next((each for each in _read(f"/proc/{pid}/cgroup").splitlines() if each.startswith("0::")), "")
+    if not line:
+        return None
+    base, name = Path("/sys/fs/cgroup"), line.removeprefix("0::").strip().lstrip("/")
+    here = base / name
+    found: Row = {
+        "name": "/" + name,
+        "current": _number(here / "memory.current"),
+        "max": None,
+        "swap_current": _number(here / "memory.swap.current"),
+        "oom_kills": None,
+    }
+    for line in _read(here / "memory.events").splitlines():
+        if line.startswith("oom_kill "):
+            found["oom_kills"] = int(line.split()[1])
+    for each in (here, *here.parents):
+        if each == base or base not in each.parents:
+            break
+        limit = _number(each / "memory.max")
+        if limit is not None and (found["max"] is None or limit < found["max"]):
+            found["max"] = limit
+    return found if found["current"] is not None else None
+
+
+def effective(pid: int) -> tuple[Row | None, str]:
+    """What the daemon's settings would be if it were started again now, as `kvslotd --check-config --json` says.
+
+    Its own command line and environment are used, and its own user where we are root.  None, and why, where it cannot
+    be found out.
+    """
+    try:
+        told = os.stat(f"/proc/{pid}")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
+        folder = os.readlink(f"/proc/{pid}/cwd")
+    except OSError as error:
+        return None, f"how process {pid} was started cannot be read: {error.strerror}"
+    kept = {
+        name: value
+        for name, _, value in (each.partition("=") for each in environ)
+        if name.startswith("KVSLOT_") or name in ("XDG_RUNTIME_DIR", "HOME", "PATH", "LANG")
+    }
+    command = [sys.executable, "-Im", "kvslot.daemon", *passed_on(words), "--check-config", "--json"]
+    drop: dict[str, Any] = {}
+    if os.geteuid() == 0 and told.st_uid:
+        drop = {"user": told.st_uid, "group": told.st_gid, "extra_groups": []}
+    try:
+        answer = subprocess.run(
+            command, cwd=folder, env=kept, capture_output=True, timeout=CHECK_SECONDS, check=False, **drop
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"its configuration cannot be read again: {error}"
+    import msgspec
+
+    try:
+        found = msgspec.json.decode(answer.stdout, type=dict[str, Any])
+    except msgspec.DecodeError:
+        words = answer.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+        return None, f"its configuration cannot be read again: {words[-1]}"
+    return found, ""
+
+
+def passed_on(words: list[str]) -> list[str]:
+    """Of a daemon's command line, the flags that settings come from."""
+    found: list[str] = []
+    takes = False
+    for word in words:
+        if takes:
+            found.append(word)
+            takes = False
+            continue
+        name, equals, _ = word.partition("=")
+        if name in PASSED_ON:
+            found.append(word)
+            takes = not equals and name not in BARE
+    return found
+
+
+def unit_of(pid: int) -> str:
+    """The systemd unit that a process runs in: kvslotd@0.service; "" where it is none of a service."""
+    name = _read(f"/proc/{pid}/cgroup").strip().rpartition("/")[2]
+    return name if name.endswith(".service") else ""
+
+
+def stop_seconds(unit: str) -> float | None:
+    """How long systemd waits for a unit to stop before it kills it; None where it does not tell."""
+    command = ["systemctl", "show", "--property=TimeoutStopUSec", "--value", unit]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=5, check=False
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return seconds_of(answer)
+
+
+def seconds_of(text: str) -> float | None:
+    """A span as systemd prints it: "1min 30s", "500ms"; None for "infinity" and for what is none."""
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+    total = 0.0
+    for word in text.split():
+        digits = word.rstrip("abcdefghijklmnopqrstuvwxyz")
+        unit = word[len(digits) :]
+        if unit not in units or not digits.replace(".", "", 1).isdigit():
+            return None
+        total += float(digits) * units[unit]
+    return total if text else None
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
