@@ -1,0 +1,93 @@
+"""The daemon as /metrics sees it: the rows of inspection.py, as the figures that the metrics are made from.
+
+Each call is a copy made at once, in well under a millisecond: a pool's figures are of one moment, and no figure is read
+in two ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvslot.allocator import Pool as Core
+from kvslot.api.admin import metrics
+from kvslot.daemon import inspection
+
+if TYPE_CHECKING:
+    from kvslot.daemon.server import Server
+
+
+class Scraped:
+    """What `metrics.Exposition` asks; see there."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def daemon(self) -> metrics.Daemon:
+        """Of the process."""
+        server = self._server
+        view = server.view()
+        facts = dict(view.process)
+        sessions = dict.fromkeys(("live", "lost", "ending"), 0)
+        stalled = 0
+        for member in server.sessions.values():
+            sessions[member.state] += 1
+            stalled += member.session.stalled
+        requests = {verb.__name__: count for verb, count in server.latency.counts.items()}
+        return msgspec.convert(
+            {
+                **facts,
+                **view.totals,
+                "version": server.version,
+                "draining": server.draining,
+                "sessions": sessions,
+                "stalled": stalled,
+                "requests": requests,
+            },
+            metrics.Daemon,
+        )
+
+    async def steps(self) -> Sequence[metrics.Step]:
+        """Of the data path."""
+        return msgspec.convert(self._server.latency.steps(), list[metrics.Step])
+
+    async def pool_names(self) -> Sequence[str]:
+        """All that there are."""
+        return list(self._server.pools)
+
+    async def pool(self, name: str) -> metrics.Pool:
+        """Of one pool, at this moment."""
+        server = self._server
+        view = server.view()
+        row = _row("pools", view, name)
+        row.update(_row("frag", view, name))
+        hosted = server.pools[name]
+        waiting, oldest = waits(hosted.core, view.now)
+        row.update(
+            waiting=waiting,
+            oldest_wait_s=oldest,
+            later=[
+                {"reason": str(reason), "count": count} for reason, count in server.totals.later[name].items()
+            ],
+            never=server.totals.never[name],
+            compaction=msgspec.structs.asdict(server.compactors[name].status()),
+        )
+        return msgspec.convert(row, metrics.Pool)
+
+
+def waits(core: Core, now: float) -> tuple[Mapping[str, int], float]:
+    """How many requests wait, by kind, and the age (seconds) of the oldest; each queue has its oldest first."""
+    admission = core.admission
+    queues = {"growth": admission.growth, "new": admission.waiting, "commit": admission.awaiting}
+    began = [next(iter(each.values())).created for each in queues.values() if each]
+    return {kind: len(each) for kind, each in queues.items()}, max(0.0, now - min(began, default=now))
+
+
+def _row(kind: str, view: inspection.View, pool: str) -> dict[str, Any]:
+    (row,), _ = inspection.rows(kind, view, pool=pool)
+    return row
+
+
+__all__ = ["Scraped", "waits"]
