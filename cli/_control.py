@@ -66,6 +66,8 @@ def pool_help(command: str) -> str:
         return "only this pool (all)"
     if command == "record":
         return "the pool to record; needed where there are several"
+    if command == "pin":
+        return "the pool to pin in, needed where there are several; to list: only this pool (all)"
     if command == "evict":
         return "the pool to evict from; needed where there are several"
     return "only this pool (all)"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 What is cached, as a tree of prefixes, one line a prefix: the positions it spans, then the figures of all that begins
 with it: tokens cached, ends (prefixes that nothing continues), readers (leases and pins that end there), age (how many
-publications and releases ago it was last used), pieces of memory its own tokens lie in. A prefix marked * is held and
-cannot be evicted now. Tokens are never shown."""
+publications and releases ago it was last used), pieces of memory its own tokens lie in, and the node it ends with, by
+which `kvslotctl pin` keeps it. A prefix marked * is held and cannot be evicted now. Tokens are never shown."""
 
 EXAMPLES: Final = """\
   kvslotctl tree                               the twenty prefixes with the most behind them
@@ -213,7 +213,7 @@ def _print(
         return
     names: dict[int, Any] = {space["namespace"]: space_name(space) for space in spaces}
     table = _screen.table(
-        "prefix", "tokens", "of cached", "ends", "readers", "age", "pieces", left=("prefix",)
+        "prefix", "tokens", "of cached", "ends", "readers", "age", "pieces", "node", left=("prefix",)
     )  # fmt: skip
     depth: dict[int, int] = {0: 0}
     told = 0
@@ -234,6 +234,7 @@ def _print(
             f"{each.readers:,}",
             f"{each.age:,}",
             f"{each.extents:,}",
+            str(each.node),
             style="" if level == 1 else "default",
         )
     out.print(table)
