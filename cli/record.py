@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from kvslot.api.client import Control
-    from kvslot.replay.recording import Recording, TraceFile
-    from kvslot.replay.traces import RecordedLoad, RecordedPool
+    from kvslot.replay import RecordedLoad, RecordedPool, Recording, TraceFile
 
 DESCRIPTION: Final = """\
 Record what engines ask of a pool while they serve: for each request when it came, how long prompt and output are, and
@@ -106,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _record(control: Control, arguments: argparse.Namespace) -> int:
-    from kvslot.replay.recording import TraceFile
+    from kvslot.replay import TraceFile
 
     pool = pool_of(control, arguments.pool)
     path = Path(arguments.out)
@@ -162,7 +161,7 @@ def _record(control: Control, arguments: argparse.Namespace) -> int:
 def pool_of(control: Control, name: str) -> RecordedPool:
     """The pool that is meant, as it is now.  NotFound, with the names that there are, where it is not clear."""
     from kvslot.api.wire import NotFound
-    from kvslot.replay.traces import RecordedPool
+    from kvslot.replay import RecordedPool
 
     rows = _control.pools(control, name)
     if len(rows) > 1:
@@ -202,7 +201,7 @@ def record(
     import msgspec
 
     from kvslot.api.wire import Disconnected
-    from kvslot.replay.recording import Recording, load_of
+    from kvslot.replay import Recording, load_of
 
     recording = Recording(memory_bytes=memory_bytes, values=values)
     began = told_at = time.monotonic()

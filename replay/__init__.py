@@ -24,7 +24,17 @@ from kvslot.replay.metrics import (
     Run,
     Spread,
 )
-from kvslot.replay.traces import Expander, Trace, TraceError, bundled, find, load
+from kvslot.replay.recording import Recording, TraceFile, load_of
+from kvslot.replay.traces import (
+    Expander,
+    RecordedLoad,
+    RecordedPool,
+    Trace,
+    TraceError,
+    bundled,
+    find,
+    load,
+)
 
 __all__ = [
     "PHASES",
@@ -36,6 +46,9 @@ __all__ = [
     "PolicyFault",
     "Quantiles",
     "QuietNight",
+    "RecordedLoad",
+    "RecordedPool",
+    "Recording",
     "ReplayConfig",
     "ReplayResult",
     "Row",
@@ -43,9 +56,11 @@ __all__ = [
     "Spread",
     "Trace",
     "TraceError",
+    "TraceFile",
     "bundled",
     "find",
     "load",
+    "load_of",
     "max_concurrent_sessions",
     "means",
     "peak_live_tokens",

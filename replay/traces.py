@@ -142,21 +142,18 @@ class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
     def lacks(self) -> list[str]:
         """For people: what is not in the trace as it was, a line each."""
         return [
-            f"{count:,} {words}"
-            for count, words in (
-                (self.lost_requests, "requests lost: the recorder could not keep up"),
-                (self.lost_tokens, "tokens lost with them, or of others"),
-                (self.forgotten_tokens, "tokens no longer compared with, for want of memory"),
+            f"{words}: {count:,}"
+            for words, count in (
+                ("requests lost, as the recorder could not keep up", self.lost_requests),
+                ("tokens lost with them, or of others", self.lost_tokens),
+                ("tokens no longer compared with, for want of memory", self.forgotten_tokens),
+                ("requests running at the end, with outputs as long as they were then", self.cut_off),
+                ("requests told NEVER, and left out", self.never),
+                ("requests given up while they waited, and left out", self.given_up),
+                ("requests that began as forks of others, which a replay has to look up", self.forks),
                 (
-                    self.cut_off,
-                    "requests were running at the end: their outputs are as long as they were then",
-                ),
-                (self.never, "requests told NEVER, and left out"),
-                (self.given_up, "requests given up while they waited, and left out"),
-                (self.forks, "requests began as forks of others; a replay looks up what they shared"),
-                (
+                    "hit tokens cached before the recording began, which a replay computes",
                     self.hit_tokens_before,
-                    "hit tokens were cached before the recording began; a replay computes them once",
                 ),
             )
             if count
