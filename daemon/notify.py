@@ -19,6 +19,7 @@ limit, beyond which the next process could not be started at all.  So names are 
 
 from __future__ import annotations
 
+import array
 import errno
 import fcntl
 import os
@@ -213,7 +214,10 @@ class Notifier:
             if message.descriptor < 0:
                 self._socket.sendto(message.text, flags, self._address)
             else:
-                socket.send_fds(self._socket, [message.text], [message.descriptor], flags, self._address)
+                # Not `send_fds`, which on some versions leaves flags and address out.
+                rights = array.array("i", [message.descriptor])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                self._socket.sendmsg([message.text], ancillary, flags, self._address)
         except OSError as error:
             number = error.errno or errno.EIO
             if number not in _FULL:
