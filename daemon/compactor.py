@@ -25,7 +25,7 @@ import math
 import time
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import structlog
@@ -110,6 +110,15 @@ LINES: Final = 4
 log = structlog.stdlib.get_logger("kvslot.daemon")
 
 
+class GapTotals(NamedTuple):
+    """Counts of what predictors of gaps have seen."""
+
+    steps: int = 0
+    gaps: int = 0
+    idle_s: float = 0.0
+    granted_s: float = 0.0
+
+
 class Compactor:
     """Compaction of one pool; `run` is its task."""
 
@@ -163,7 +172,7 @@ class Compactor:
         self._round = 0
         self._ringing = False
         self.plans = 0
-        self._steps = 0  # of predictors that are no more
+        self._seen = GapTotals()  # of predictors that are no more
         self.state = "off"
         self._awake = asyncio.Event()
         self._closed = False
@@ -676,6 +685,19 @@ class Compactor:
             for member in self.hosted.members.values():
                 member.ask_to_ring(wanted, for_gaps=True)
 
+    def gap_totals(self) -> GapTotals:
+        """What has been seen of gaps since the start, whichever predictor saw it."""
+        seen = self._seen
+        if self._predictor is None:
+            return seen
+        now = self._predictor.statistics()
+        return GapTotals(
+            seen.steps + now.steps,
+            seen.gaps + now.gaps,
+            seen.idle_s + now.idle_s,
+            seen.granted_s + now.granted_s,
+        )
+
     def _shut(self) -> None:
         self._ring(False)
         if self._gated and not self._flying:
@@ -684,7 +706,7 @@ class Compactor:
 
     def _forget_gaps(self) -> None:
         if self._predictor is not None:
-            self._steps += self._predictor.statistics().steps
+            self._seen = self.gap_totals()
             self._predictor = None
             self._known = set()
             self._words = ()
@@ -758,7 +780,7 @@ class Compactor:
             unusable_pct=100 * (reading.free - reading.in_runs) / free,
             copy_seconds=gated.copying_seconds,
             copy_bytes_per_second=gated.bandwidth,
-            steps=self._steps + (self._predictor.statistics().steps if self._predictor is not None else 0),
+            steps=self.gap_totals().steps,
             collisions=gated.met,
             overtaken=self._overtaken,
         )
