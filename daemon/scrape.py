@@ -63,7 +63,7 @@ class Scraped:
         view = server.view()
         row = _row("pools", view, name)
         row.update(_row("frag", view, name))
-        hosted = server.pools[name]
+        hosted, compactor = server.pools[name], server.compactors[name]
         waiting, oldest = waits(hosted.core, view.now)
         row.update(
             waiting=waiting,
@@ -72,7 +72,7 @@ class Scraped:
                 {"reason": str(reason), "count": count} for reason, count in server.totals.later[name].items()
             ],
             never=server.totals.never[name],
-            compaction=msgspec.structs.asdict(server.compactors[name].status()),
+            compaction={**msgspec.structs.asdict(compactor.status()), **compactor.gap_totals()._asdict()},
         )
         return msgspec.convert(row, metrics.Pool)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -141,6 +142,9 @@ class Compaction(Figures, frozen=True, kw_only=True):
     steps: int
     collisions: int
     overtaken: int
+    gaps: int
+    idle_s: float
+    granted_s: float
 
 
 class Pool(Figures, frozen=True, kw_only=True):
@@ -184,6 +188,7 @@ class Pool(Figures, frozen=True, kw_only=True):
     moves: int
     hit_tokens: int
     prompt_tokens: int
+    lost_hit_tokens: int
     evicted_tokens: int
     copied_tokens: int
     moved_tokens: int
@@ -280,6 +285,7 @@ POOL_GAUGES: Final = (
 POOL_COUNTERS: Final = (
     Plain("prompt_tokens", "Prompt tokens that requests came with.", "prompt_tokens"),
     Plain("hit_tokens", "Of those, tokens found cached.", "hit_tokens"),
+    Plain("lost_hit_tokens", "Tokens found cached that whole pages or opaque blocks cut off.", "lost_hit_tokens"),
     Plain("evicted_tokens", "Cached tokens evicted.", "evicted_tokens"),
     Plain("copied_tokens", "Tokens that engines were asked to copy (peels).", "copied_tokens"),
     Plain("moved_tokens", "Tokens that compaction moved.", "moved_tokens"),
@@ -305,8 +311,18 @@ COMPACTION_COUNTERS: Final = (
     Plain("copy_seconds", "Time that the device spent on copies.", "copy_seconds"),
     Plain("steps", "Engines' steps that began while copies were under way or planned.", "steps"),
     Plain("collisions", "Of those, steps that met a running copy.", "collisions"),
+    Plain("gaps", "Idle gaps between engines' steps that ended while being watched.", "gaps"),
+    Plain("gap_seconds", "Length of those.", "idle_s"),
+    Plain("granted_seconds", "Of that, what copies were given.", "granted_s"),
     Plain("overtaken", "Times that a pool was let be, as it changed faster than it could be followed.", "overtaken"),
 )  # fmt: skip
+
+
+def families(daemon: Daemon, pools: Sequence[Pool], steps: Iterable[Step]) -> Iterator[Metric]:
+    """Every family of ours; a large one in several, one after the other."""
+    yield from _daemon(daemon)
+    yield from _pools(pools)
+    yield from _steps(steps)
 
 
 def _daemon(daemon: Daemon) -> Iterator[Metric]:
@@ -498,18 +514,18 @@ class Exposition:
         for name in await source.pool_names():
             pools.append(await source.pool(name))
             await asyncio.sleep(0)
-        families = [_daemon(daemon), _pools(pools), _steps(await source.steps())]
-        families += [iter(each.collect()) for each in self._process]
+        steps = await source.steps()
         written = 0
-        for group in families:
-            for family in group:
-                for piece in pieces(family):
-                    if written + len(piece.samples) > PIECE and written:
-                        written = 0
-                        await asyncio.sleep(0)
-                    written += len(piece.samples) + 2
-                    text.append(write(piece, header=piece.name != last))
-                    last = piece.name
+        for family in chain(
+            families(daemon, pools, steps), chain.from_iterable(each.collect() for each in self._process)
+        ):
+            for piece in pieces(family):
+                if written and written + len(piece.samples) > PIECE:
+                    written = 0
+                    await asyncio.sleep(0)
+                written += len(piece.samples) + 2
+                text.append(write(piece, header=piece.name != last))
+                last = piece.name
         self._text, self._made = b"".join(text), time.monotonic()
         return self._text
 

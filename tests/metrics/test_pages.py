@@ -1,0 +1,35 @@
+"""docs/metrics.md, the dashboard and the alerts use the metrics that there are, in both directions."""
+
+import re
+
+from ..household.tree import ROOT
+from . import samples
+
+ROW = re.compile(r"^\| `(kvslot_\w+)` \| (\w+) \| ([^|]*) \| (.*) \|$", re.MULTILINE)
+
+
+def told() -> dict[str, tuple[str, frozenset[str], str]]:
+    """The page's tables: by name, what it is, its labels, its text."""
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = {
+        name: (kind, frozenset(re.findall(r"`(\w+)`", labels)), means)
+        for name, kind, labels, means in ROW.findall(text)
+    }
+    assert len(rows) == len(ROW.findall(text)), "a metric has two rows"
+    return rows
+
+
+def served() -> dict[str, tuple[str, frozenset[str], str]]:
+    """The same of the code."""
+    found = {}
+    for family in samples.families():
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        labels = {key for each in family.samples for key in each.labels} - {"le"}
+        kind = "gauge" if family.type == "info" else family.type
+        found[family.name + suffix] = (kind, frozenset(labels), family.documentation)
+    return found
+
+
+def test_the_page_has_every_metric_and_no_other() -> None:
+    """Name, type, labels and text of docs/metrics.md are those that a scrape gives."""
+    assert told() == served()
