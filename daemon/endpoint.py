@@ -4,6 +4,10 @@ A lock beside the socket (`<socket>.lock`, flock) decides who owns the path; the
 however that ends.  So a socket file without a lock-holder is stale, and replaced; one that a living process listens on
 without our lock, and anything that is no socket, is left alone and the start refused.  The new socket is bound under
 another name, given its mode and group, and only then moved to the path: nobody ever meets it half made.
+
+A socket that the service manager made and passed (`passed`) is served as it is: its path, mode and group are the socket
+unit's, and the file stays when we end, so that whoever connects meanwhile waits for the next of us.  The lock is taken
+all the same, where its folder lets us, since a manager takes a path from whoever serves it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from kvslot.daemon.notify import UNNAMED, Store
+
 PATH_BYTES: Final = 107
 """Of a Unix socket's path, by the kernel."""
 BACKLOG: Final = 256
@@ -31,24 +37,47 @@ class EndpointError(Exception):
 class Endpoint:
     """A listening socket at a path, and the lock on it."""
 
-    def __init__(self, path: Path) -> None:
-        """Takes the lock; EndpointError when the path is another's or cannot be used."""
+    def __init__(self, path: Path, passed: socket.socket | None = None) -> None:
+        """Takes the lock; EndpointError when the path is another's or cannot be used.
+
+        `passed`: the socket that listens at that path already, of `passed`; ours from here on, unless this raises.
+        """
         self.path = path
-        self.socket: socket.socket | None = None
+        self.passed = passed is not None
+        self.socket: socket.socket | None = passed
         self.stale = False  # whether a socket lay there that nobody serves, to be replaced
         self._lock = -1
         self._inode = (0, 0)
+        if passed is not None:
+            with contextlib.suppress(OSError):
+                self._take_lock()
+            self.note()
+            return
         # The name it is bound under first is longer.
         if len(os.fsencode(path)) > PATH_BYTES - len(".new"):
             raise EndpointError(
                 f"{path} is {len(os.fsencode(path))} bytes long; the path of a socket may have {PATH_BYTES - 4}"
             )
         self._check_folder()
-        lock = path.with_name(path.name + ".lock")
         try:
-            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._take_lock()
         except OSError as error:
-            raise EndpointError(f"cannot open the lock {lock}: {error.strerror}") from None
+            raise EndpointError(f"cannot open the lock {self._lock_path}: {error.strerror}") from None
+        self.note()
+        try:
+            self._check_path()
+        except EndpointError:
+            self.close()
+            raise
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".lock")
+
+    def _take_lock(self) -> None:
+        """EndpointError where another has it; OSError where there can be none."""
+        lock = self._lock_path
+        self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if not stat.S_ISREG(os.fstat(self._lock).st_mode):
             self.close()
             raise EndpointError(f"the lock {lock} is no plain file; it is left as it is: move it away")
@@ -58,16 +87,10 @@ class Endpoint:
             holder, _, state = os.pread(self._lock, 64, 0).decode(errors="replace").strip().partition(" ")
             self.close()
             raise EndpointError(
-                f"{path} is served by another kvslotd"
+                f"{self.path} is served by another kvslotd"
                 + (f" (process {holder})" if holder else "")
                 + (f", which is {state}" if state else "")
             ) from None
-        self.note()
-        try:
-            self._check_path()
-        except EndpointError:
-            self.close()
-            raise
 
     def _check_folder(self) -> None:
         folder = self.path.parent
@@ -103,7 +126,10 @@ class Endpoint:
         raise EndpointError(f"{self.path} is in use by another process, which holds no lock of ours")
 
     def listen(self, mode: int, group: str) -> socket.socket:
-        """Puts the listening socket at the path, replacing a stale one."""
+        """Puts the listening socket at the path, replacing a stale one; one that was passed stays as it is."""
+        if self.socket is not None:
+            self.socket.setblocking(False)
+            return self.socket
         bound = self.path.with_name(self.path.name + ".new")
         listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -135,6 +161,16 @@ class Endpoint:
         self.socket = listener
         return listener
 
+    def in_place(self) -> tuple[bool, str]:
+        """Whether the socket's file is the one that was put there, in words."""
+        try:
+            status = os.lstat(self.path)
+        except OSError as error:
+            return False, f"{self.path}: {error.strerror}: nobody can connect any more; restart the daemon"
+        if (status.st_dev, status.st_ino) != self._inode:
+            return False, f"{self.path} is not our socket any more; somebody put another file there"
+        return True, f"accepting at {self.path}"
+
     def note(self, state: str = "") -> None:
         """Writes into the lock whose it is, for whoever finds it taken; `state`: what that one is doing."""
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
@@ -142,11 +178,13 @@ class Endpoint:
             os.pwrite(self._lock, f"{os.getpid()} {state}".strip().encode() + b"\n", 0)
 
     def close_socket(self) -> None:
-        """Nobody connects any more; the file goes, if it is still ours."""
+        """Nobody is let in any more; the file goes, if it is still ours, and no manager's."""
         if self.socket is None:
             return
         self.socket.close()
         self.socket = None
+        if self.passed:
+            return
         try:
             status = os.lstat(self.path)
             if (status.st_dev, status.st_ino) == self._inode:
@@ -160,6 +198,50 @@ class Endpoint:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def passed(store: Store, kind: str) -> list[socket.socket]:
+    """The listening sockets that the service manager passed, out of the store; EndpointError for what is none.
+
+    `kind` is what a socket unit calls them (FileDescriptorName=): "kvslot", for engines, or "admin".  Without a name of
+    its own a descriptor has its unit's ("kvslotd.socket", "kvslotd-admin@gpu0.socket"), and from other managers none.
+    """
+    found: list[socket.socket] = []
+    try:
+        for name in [each for each in store.inherited if _kind_of(each) == kind]:
+            for descriptor in store.pop(name):
+                try:
+                    # Asks the descriptor what it is.
+                    sock = socket.socket(fileno=descriptor)
+                except OSError:
+                    os.close(descriptor)
+                    raise EndpointError(f"the descriptor {name!r} that was passed is no socket") from None
+                found.append(sock)
+                address = sock.getsockname() if sock.family == socket.AF_UNIX else ""
+                if (
+                    sock.type != socket.SOCK_STREAM
+                    or not isinstance(address, str)
+                    or not address.startswith("/")
+                    or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                ):
+                    raise EndpointError(
+                        f"the socket {name!r} that was passed does not listen at a path of a file system, for streams: "
+                        "ListenStream=/run/kvslot/NAME.sock is what is needed"
+                    )
+    except EndpointError:
+        for sock in found:
+            sock.close()
+        raise
+    return found
+
+
+def _kind_of(name: str) -> str:
+    """What a passed descriptor is for, by its name; "" for what is no listening socket."""
+    if name in ("kvslot", "admin"):
+        return name
+    if name == UNNAMED or name.endswith(".socket"):
+        return "admin" if "admin" in name.partition("@")[0] else "kvslot"
+    return ""
 
 
 def _user(uid: int) -> str:

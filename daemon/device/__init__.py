@@ -221,6 +221,12 @@ class Device(Protocol):
         """Seconds since an arbitrary start; never goes back."""
         ...
 
+    def alive(self) -> bool:
+        """Whether what carries out the copies has given the sign of life that the call before asked for; asks for the
+        next one.  Never waits.  False for good where it has ended by itself.
+        """
+        ...
+
     def close(self) -> None:
         """Gives the pool's memory back.  Requires that no copy is pending; closing twice is a fault."""
         ...

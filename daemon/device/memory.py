@@ -263,6 +263,7 @@ class MemoryDevice:
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._asked = self._answered = 0  # whether the thread comes round: see `alive`
         self._broken: BaseException | None = None
         self._open = True
         self._batches = 0
@@ -408,6 +409,21 @@ class MemoryDevice:
     def clock(self) -> float:
         return time.monotonic()
 
+    def alive(self) -> bool:
+        thread = self._thread
+        if thread is None:
+            return True
+        if self._broken is not None or not thread.is_alive():
+            return False
+        answered = self._answered == self._asked
+        self._asked += answered
+        # The thread has this lock for microseconds at a time.  If that is now, it may not see what is asked, and is
+        # woken by the next call.
+        if self._work.acquire(blocking=False):
+            self._work.notify()
+            self._work.release()
+        return answered
+
     def close(self) -> None:
         if not self._open:
             raise DeviceFault("the device is closed")
@@ -548,6 +564,7 @@ class MemoryDevice:
             while True:
                 with self._work:
                     while (lane := self._next()) is None:
+                        self._answered = self._asked
                         if self._stopping:
                             return
                         self._work.wait()
@@ -600,6 +617,7 @@ class MemoryDevice:
             notify()
 
     def _copy(self, cut: Cut) -> None:
+        self._answered = self._asked
         group, first, beyond, source, target, length = cut
         sources, targets = self._sources[group], self._targets[group]
         if beyond - first >= TOUCHED_MIN:

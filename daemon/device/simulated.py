@@ -259,6 +259,9 @@ class SimulatedDevice:
     def clock(self) -> float:
         return self._now
 
+    def alive(self) -> bool:
+        return True
+
     def close(self) -> None:
         self._must_be_open()
         if self._pending:
