@@ -14,6 +14,7 @@ MINUTES ?= 10
 START ?= $(shell date +%s)
 SUITE ?= core
 SECONDS ?= 3600
+JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -30,8 +31,8 @@ run: venv  ## the main job: replay recorded traces, print the table (ARGS=... go
 demo: $(HF)/.ready  ## real engines that share one pool, one of them killed; fetches a model of 93 MB once
 	@$(HF)/bin/python -Im kvslot.engines.hf.demo $(ARGS)
 
-test: venv  ## all tests (ARGS='-k name' to choose); those of engines need the two below
-	@$(PY) -Im pytest $(ARGS)
+test: venv  ## all tests (ARGS='-k name' to choose, JOBS=2 at a time); those of engines need the two below
+	@$(PY) -Im pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-engines: $(HF)/.ready  ## tests with transformers, in $(HF); fetches the model of the demo
 	@$(HF)/bin/python -Im pytest tests/engines $(ARGS)
