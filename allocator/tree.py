@@ -10,6 +10,7 @@ garbage collector, and nothing here is per token.
     tail_slot first slot of the second extent, which has the rest; with three or more slot is -1: see `scattered`
     holds     leases, pins and moves that end here + children with holds > 0
     tick      last access                         flags, priority, expiry
+    hits      sequences whose hit ended here, since the number was given out
 
 Numbers are handed out by clusters of 16: a child takes one of its parent's cluster while there is room, else the first
 of an empty cluster, or one of a shared cluster where most numbers would stay empty.  A path is then a few stretches of
@@ -100,6 +101,7 @@ class PrefixTree:
         "_in_part",
         "_sharing",
         "_vacant",
+        "hits",
         "holds",
         "keys",
         "kid",
@@ -131,6 +133,7 @@ class PrefixTree:
         self.head = array("i", [0] * 16)
         self.tail_slot = array("i", [0] * 16)
         self.holds = array("i", [0] * 16)
+        self.hits = array("i", [0] * 16)
         self.tick = array("q", [0] * 16)
         self.flags = array("B", [0] * 16)
         self.priority = array("b", [0] * 16)
@@ -168,6 +171,7 @@ class PrefixTree:
         self.depth[node] = depth
         self.length[node] = len(key) >> 2
         self.holds[node] = 0
+        self.hits[node] = 0
         self.tick[node] = tick
         self.flags[node] = 0
         self.priority[node] = 0
@@ -214,7 +218,7 @@ class PrefixTree:
         old = len(self.keys)
         more = max(1024, old // 64 * 16)
         for column in (
-            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds,
+            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds, self.hits,
         ):  # fmt: skip
             column.frombytes(bytes(4 * more))
         self.tick.frombytes(bytes(8 * more))
@@ -663,8 +667,8 @@ class PrefixTree:
         import sys
 
         columns = (
-            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds, self.tick,
-            self.flags, self.priority,
+            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds, self.hits,
+            self.tick, self.flags, self.priority,
         )  # fmt: skip
         size = sum(sys.getsizeof(column) for column in columns) + sys.getsizeof(self.keys)
         size += sum(sys.getsizeof(key) - len(key) for key in self.keys if key)

@@ -1,1 +1,672 @@
-"""The daemon as the admin API sees it."""
+"""The daemon as the admin API sees it: views of copies, acts through the control door, and the sockets it is served on.
+
+    aiohttp ─► api/admin ─► Views (rows of inspection.py, as structs)      ─► JSON
+                       └──► act ─► Asker ─► Server.answer ─► verbs.TABLE       the same door as for control verbs
+
+It all runs on the daemon's loop, between clients' verbs, so nothing takes longer than a slice (`SLICE_NS`) at a time:
+what looks at a whole pool (the map, prefixes by size) lets the others have their turn again and again, and says what it
+saw over some milliseconds.  An act is answered by `Server.answer` like a control verb of a client, with the permission
+of the user who asks; what it changes is logged with who that was, and what it is refused, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import msgspec
+import numpy as np
+import structlog
+
+from kvslot.api.admin import (
+    Admin,
+    Identity,
+    Mounted,
+    Ring,
+    SourceError,
+    TokenError,
+    metrics,
+    now_text,
+    read_tokens,
+    views,
+)
+from kvslot.api.admin.guard import Guarded
+from kvslot.api.wire import CODES, Refused, decode_outgoing, messages
+from kvslot.daemon import config, inspection, logs
+from kvslot.daemon.blocks import BlockMaps
+from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.logs import limited
+from kvslot.daemon.membership import Peer
+from kvslot.daemon.scrape import Scraped
+
+if TYPE_CHECKING:
+    from kvslot.daemon.connection import Connection
+    from kvslot.daemon.pools import HostedPool
+    from kvslot.daemon.server import Server
+
+SLICE_NS: Final = 300_000
+CLOSE_SECONDS: Final = 1.0
+"""For answers under way when the daemon ends."""
+BACKLOG: Final = 64
+AUDIT_SECONDS: Final = 600.0
+EVICT_TURNS: Final = 100_000
+"""Of one act: each is 2 ms at the most."""
+
+log = structlog.stdlib.get_logger("kvslot.daemon")
+
+Shown = TypeVar("Shown", bound=msgspec.Struct)
+
+
+def shown(row: Mapping[str, Any], kind: type[Shown], **more: Any) -> Shown:
+    """A row of inspection as a view; ValidationError where they have drifted apart."""
+    return msgspec.convert({**row, **more}, kind)
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+
+
+class Views:
+    """`Source` over a server."""
+
+    def __init__(self, server: Server, ring: Ring) -> None:
+        self._server = server
+        self._health = server.health
+        self._ring = ring
+        self.maps = BlockMaps(SLICE_NS)
+        self._counts: dict[str, tuple[int, int]] = {}  # by verb, at the last tick
+        self._classes: dict[str, list[int]] = {}
+
+    def _rows(
+        self, kind: str, pool: str = "", cursor: int = 0, limit: int = 0
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        try:
+            rows, after = inspection.rows(kind, self._server.view(), cursor, limit, pool=pool)
+        except Refused as refused:
+            raise _as_source_error(refused.code, str(refused)) from None
+        return rows, str(after) if after else None
+
+    def _hosted(self, pool: str) -> HostedPool:
+        try:
+            return self._server.hosted(pool)
+        except Refused as refused:
+            raise _as_source_error(refused.code, str(refused)) from None
+
+    async def health(self) -> views.Health:
+        """Every check; none of them waits."""
+        checks = [views.Check(name=name, ok=ok, reason=reason) for name, ok, reason in self._health.checks()]
+        return views.Health(ok=all(each.ok for each in checks), checks=checks)
+
+    async def ready(self) -> views.Readiness:
+        server = self._server
+        if server.stopped.is_set():
+            return views.Readiness(ready=False, reason="ending")
+        if server.draining:
+            return views.Readiness(ready=False, reason="draining: no new sessions and sequences are taken")
+        return views.Readiness(ready=True, reason="serving")
+
+    async def stats(self) -> views.Stats:
+        server = self._server
+        (row,), _ = self._rows("status")
+        latency = server.latency
+        return shown(
+            row, views.Stats, pid=os.getpid(), connections=len(server.connections), accepted=server.accepted,
+            refused_connections=server.refused_connections, peer_faults=server.peer_faults,
+            requests=sum(latency.counts.values()), refused=sum(latency.refused.values()),
+            log_level=server.settings.log_level, log_lines_lost=logs.lost(), events_last=self._ring.last,
+        )  # fmt: skip
+
+    async def pools(self, pool: str) -> list[views.Pool]:
+        rows, _ = self._rows("pools", pool)
+        return [shown(row, views.Pool) for row in rows]
+
+    async def frag(self, pool: str) -> list[views.Frag]:
+        rows, _ = self._rows("frag", pool)
+        return [shown(row, views.Frag) for row in rows]
+
+    async def sessions(self, pool: str, cursor: int, limit: int) -> views.Page[views.Session]:
+        rows, after = self._rows("sessions", pool, cursor, limit)
+        return views.Page(items=[shown(row, views.Session) for row in rows], next=after)
+
+    async def namespaces(self, pool: str, cursor: int, limit: int) -> views.Page[views.Namespace]:
+        rows, after = self._rows("namespaces", pool, cursor, limit)
+        return views.Page(items=[shown(row, views.Namespace) for row in rows], next=after)
+
+    async def pins(self, pool: str) -> list[views.Pin]:
+        found: list[views.Pin] = []
+        for hosted in [self._hosted(pool)] if pool else self._server.pools.values():
+            cursor = 0
+            while True:
+                rows, after = self._rows("pins", hosted.name, cursor)
+                found += [shown(row, views.Pin, pool=hosted.name) for row in rows]
+                if after is None:
+                    break
+                cursor = int(after)
+                await asyncio.sleep(0)
+        return found
+
+    async def latency(self) -> list[views.Latency]:
+        steps: dict[str, list[views.Step]] = {}
+        for row in self._server.latency.steps():
+            steps.setdefault(row["verb"], []).append(_step(row))
+        rows, _ = self._rows("latency", limit=inspection.ROWS)
+        return [
+            views.Latency(
+                verb=row["verb"], count=row["count"], refused=row["refused"], sampled=row["sampled"],
+                steps=steps.get(row["verb"], []),
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    async def gaps(self, pool: str) -> list[views.Gap]:
+        rows, _ = self._rows("defrag", pool)
+        return [_gap(row, self._server.compactors[row["pool"]].gaps()) for row in rows]
+
+    # -- whole pools, in slices --------------------------------------------------------------------------------
+
+    async def blocks(self, pool: str, cursor: int, limit: int) -> views.Blocks:
+        hosted = self._hosted(pool)
+        core = hosted.core
+        size, blocks = core.block_size, core.config.blocks
+        stop = min(cursor + limit, blocks)
+        items: list[views.Block] = []
+        step = max(1, 8192 // size)
+        while cursor < stop:
+            end = min(cursor + step, stop, cursor + 512)
+            states = np.frombuffer(hosted.states[cursor * size : end * size], dtype=np.uint8)
+            table = states.reshape(-1, size)
+            sums = [np.count_nonzero(table == state, axis=1).tolist() for state in range(8)]
+            for index, (free, private, cached, fenced, moving, reserved, quarantined, padding) in enumerate(
+                zip(*sums, strict=True)
+            ):
+                items.append(
+                    views.Block(
+                        block=cursor + index, free=free, private=private, cached=cached, fenced=fenced,
+                        moving=moving, reserved=reserved, quarantined=quarantined, padding=padding,
+                    )
+                )  # fmt: skip
+            cursor = end
+            await asyncio.sleep(0)
+        return views.Blocks(
+            pool=hosted.name, block_size=size, blocks=blocks, items=items,
+            next=str(stop) if stop < blocks else None,
+        )  # fmt: skip
+
+    async def block_map(self, pool: str, since: int) -> views.BlockMap:
+        return await self.maps.read(self._hosted(pool), since)
+
+    async def prefixes(self, pool: str, order: str, cursor: str, limit: int) -> views.Page[views.Prefix]:
+        hosted = self._hosted(pool)
+        return await prefixes(hosted, order, cursor, limit)
+
+    # -- once a second -----------------------------------------------------------------------------------------
+
+    async def tick(self) -> views.Tick:
+        server = self._server
+        return views.Tick(
+            time=now_text(),
+            uptime_s=round(time.monotonic() - server.started, 3),
+            sessions=len(server.sessions),
+            sequences=sum(len(each.core.sequences) for each in server.pools.values()),
+            connections=len(server.connections),
+            draining=server.draining,
+            pools=[self._pool_tick(each) for each in server.pools.values()],
+            verbs=self._verb_ticks(),
+        )
+
+    def _pool_tick(self, hosted: HostedPool) -> views.PoolTick:
+        told = hosted.core.statistics()
+        compactor = self._server.compactors[hosted.name]
+        gaps = compactor.gaps()
+        row = msgspec.structs.asdict(told)
+        row["internal_fragmentation_pct"] = 100 * row.pop("internal_fragmentation")
+        return shown(
+            row, views.PoolTick, pool=hosted.name,
+            scatter_pct=100 * (1 - told.largest_free_run / told.free) if told.free else 0.0,
+            compaction=compactor.state, gap=gaps is not None and gaps.idle,
+            gap_s=gaps.idle_s if gaps else 0.0, granted_s=gaps.granted_s if gaps else 0.0,
+        )  # fmt: skip
+
+    def _verb_ticks(self) -> list[views.VerbTick]:
+        """What was asked since the last tick."""
+        latency = self._server.latency
+        found = []
+        classes = {row["verb"]: row["classes"] for row in latency.steps() if row["step"] == "all"}
+        for kind, count in latency.counts.items():
+            verb, refused = kind.__name__, latency.refused.get(kind, 0)
+            count_before, refused_before = self._counts.get(verb, (0, 0))
+            if count == count_before:
+                continue
+            self._counts[verb] = count, refused
+            now, before = classes.get(verb, []), self._classes.get(verb, [])
+            fresh = [each - (before[index] if index < len(before) else 0) for index, each in enumerate(now)]
+            self._classes[verb] = now
+            found.append(
+                views.VerbTick(
+                    verb=verb, count=count - count_before, refused=refused - refused_before,
+                    p50_us=_percentile(fresh, 0.5), p99_us=_percentile(fresh, 0.99),
+                )
+            )  # fmt: skip
+        return found
+
+    # -- acts --------------------------------------------------------------------------------------------------
+
+    async def act(self, name: str, arguments: Any, identity: Identity) -> msgspec.Struct:
+        """Through the control door, with the asker's permission; logged either way."""
+        asker = Asker(self._server, identity)
+        try:
+            answer = await self._acts(name, arguments, asker)
+        except SourceError as error:
+            log.warning(
+                "act_refused", act=name, by=identity.text(), how=identity.how, code=error.code,
+                reason=error.message[:240], pid=identity.pid, uid=identity.uid,
+            )  # fmt: skip
+            raise
+        log.info(
+            "act", act=name, by=identity.text(), how=identity.how, pid=identity.pid, uid=identity.uid,
+            arguments=msgspec.to_builtins(arguments),
+        )  # fmt: skip
+        return answer
+
+    async def _acts(self, name: str, arguments: Any, asker: Asker) -> msgspec.Struct:
+        match arguments:
+            case views.DefragAct(action=action, pool=pool):
+                told = await asker.ask(messages.Defrag(1, pool, action), messages.Defragged)
+                gaps = [
+                    _gap(msgspec.structs.asdict(each), self._server.compactors[each.pool].gaps())
+                    for each in told.pools
+                ]
+                return views.Defragged(items=gaps)
+            case views.EvictAct(tokens=tokens, pool=pool):
+                return views.Evicted(tokens=await self._evict(tokens, pool, asker))
+            case views.PinAct(node=node, depth=depth, tokens=tokens, pool=pool):
+                pinned = await asker.ask(messages.Keep(1, pool, node, depth + tokens), messages.Pinned)
+                return views.Pinned(pin=pinned.pin, tokens=pinned.length)
+            case views.UnpinAct(pin=pin, pool=pool):
+                await asker.ask(messages.Unkeep(1, pin, pool), messages.Done)
+            case views.AuditAct(pool=pool):
+                audited = await asker.ask(messages.Audit(1, pool), messages.Audited)
+                return views.Audited(
+                    ok=not audited.faults, faults=audited.faults, milliseconds=audited.milliseconds
+                )
+            case views.DrainAct(deadline_ms=deadline_ms):
+                await asker.ask(messages.Drain(1, deadline_ms), messages.Done)
+            case views.LogLevelAct(level=level):
+                await asker.ask(messages.SetConfig(1, "log_level", level), messages.Done)
+            case views.ReloadAct():
+                reloaded = await asker.ask(messages.Reload(1), messages.Reloaded)
+                return views.Reloaded(changed=reloaded.changed, needs_restart=reloaded.needs_restart)
+            case _:
+                raise SourceError(404, "not_found", f"there is no act {name!r}")
+        return views.Done()
+
+    async def _evict(self, tokens: int, pool: str, asker: Asker) -> int:
+        """In turns, as `kvslotctl` asks for them: a verb evicts for two milliseconds at the most."""
+        gone = 0
+        for _ in range(EVICT_TURNS):
+            some = (await asker.ask(messages.Evict(1, tokens - gone, pool), messages.Evicted)).tokens
+            gone += some
+            if not some or gone >= tokens:
+                break
+            await asyncio.sleep(0.002)
+        return gone
+
+
+def _step(row: Mapping[str, Any]) -> views.Step:
+    classes = row["classes"]
+    return views.Step(
+        step=row["step"],
+        mean_us=row["seconds"] / row["sampled"] * 1e6 if row["sampled"] else 0.0,
+        p50_us=_percentile(classes, 0.5),
+        p99_us=_percentile(classes, 0.99),
+        max_us=(1 << len(classes) - 1) / 1e3 if classes else 0.0,
+    )
+
+
+def _percentile(classes: list[int], share: float) -> float:
+    """The upper edge, in microseconds, of the class that the percentile falls in; 0 of none."""
+    left = share * sum(classes)
+    for power, count in enumerate(classes):
+        left -= count
+        if count and left <= 0:
+            return (1 << power) / 1e3
+    return 0.0
+
+
+def _gap(row: Mapping[str, Any], gaps: Any) -> views.Gap:
+    """How compaction stands, and what it knows of gaps; `gaps` None: it is not looking at them."""
+    found: dict[str, Any] = {
+        "watched": gaps is not None,
+        "engines": 0,
+        "stalled": 0,
+        "idle": False,
+        "gaps": 0,
+    }
+    found |= {"idle_s": 0.0, "granted_s": 0.0, "surprise": 1.0}
+    if gaps is not None:
+        found |= {name: getattr(gaps, name) for name in ("engines", "stalled", "idle", "gaps")}
+        found |= {name: getattr(gaps, name) for name in ("idle_s", "granted_s", "surprise")}
+    return shown({**row, **found}, views.Gap)
+
+
+# -- prefixes ---------------------------------------------------------------------------------------------------------
+
+CHUNK: Final = 16384
+"""Node numbers looked through at a time."""
+WALK: Final = 4096
+"""Nodes up to a root that are followed to find a prefix's namespace."""
+
+
+async def prefixes(hosted: HostedPool, order: str, cursor: str, limit: int) -> views.Page[views.Prefix]:
+    """Nodes by size or hits (most first) or age (oldest first), then by number.
+
+    The cursor is the last one's figure and number: a page holds those behind it in the order as it is then, so that
+    what does not change is listed once.  All are looked through for each page, some thousand at a time.
+    """
+    core = hosted.core
+    tree = core.tree
+    after: tuple[int, int] | None = None
+    if cursor:
+        figure, _, number = cursor.partition("-")
+        after = int(figure), int(number)
+    best: list[tuple[int, int]] = []  # (-figure, node), the first `limit` of what has been looked at
+    start, more = 0, False
+    while start < len(tree.keys):
+        stop = min(start + CHUNK, len(tree.keys))
+        live = np.frombuffer(tree.parent[start:stop], dtype=np.int32).nonzero()[0]
+        if len(live):
+            if order == "age":
+                figures = core.tick - np.frombuffer(tree.tick[start:stop], dtype=np.int64)[live]
+            elif order == "hits":
+                figures = np.frombuffer(tree.hits[start:stop], dtype=np.int32)[live].astype(np.int64)
+            else:
+                figures = np.frombuffer(tree.length[start:stop], dtype=np.int32)[live].astype(np.int64)
+            nodes = live + start
+            if after is not None:
+                behind = (figures < after[0]) | ((figures == after[0]) & (nodes > after[1]))
+                figures, nodes = figures[behind], nodes[behind]
+            if len(nodes) > limit + 1:
+                keep = np.argpartition(-figures, limit)[: limit + 1]
+                edge = figures[keep].min()
+                keep = (figures > edge).nonzero()[0]
+                equal = (figures == edge).nonzero()[0][: limit + 1 - len(keep)]
+                keep = np.concatenate((keep, equal))
+                figures, nodes = figures[keep], nodes[keep]
+            best += zip((-figures).tolist(), nodes.tolist(), strict=True)
+            best.sort()
+            del best[limit + 1 :]
+        start = stop
+        await asyncio.sleep(0)
+    more = len(best) > limit
+    items = []
+    for index, (_, node) in enumerate(best[:limit]):
+        if not index % 16:
+            await asyncio.sleep(0)
+        if node < len(tree.keys) and tree.parent[node]:
+            items.append(_prefix(hosted, node))
+    last = best[limit - 1] if more else None
+    return views.Page(items=items, next=f"{-last[0]}-{last[1]}" if last else None)
+
+
+def _prefix(hosted: HostedPool, node: int) -> views.Prefix:
+    core = hosted.core
+    tree = core.tree
+    root = node
+    for _ in range(WALK):
+        if not tree.parent[root]:
+            break
+        root = tree.parent[root]
+    scattered = tree.slot[node] < 0
+    return views.Prefix(
+        node=node,
+        namespace=root if not tree.parent[root] else 0,
+        parent=tree.parent[node],
+        depth=tree.depth[node],
+        tokens=tree.length[node],
+        extents=len(tree.scattered[node]) >> 1 if scattered else 1 + (tree.head[node] != tree.length[node]),
+        hits=tree.hits[node],
+        age=core.tick - tree.tick[node],
+        holds=tree.holds[node],
+        priority=tree.priority[node],
+        leaf=not tree.kid[node],
+    )
+
+
+# -- acts through the control door -----------------------------------------------------------------------------------
+
+STATUSES: Final[Mapping[str, tuple[int, str]]] = {
+    "BadRequest": (400, "bad_request"),
+    "Denied": (403, "denied"),
+    "NotFound": (404, "not_found"),
+    "TooLarge": (413, "too_large"),
+    "Busy": (503, "busy"),
+    "ShuttingDown": (503, "shutting_down"),
+}
+"""By the wire's refusals; all others are conflicts."""
+
+
+def _as_source_error(code: int, message: str) -> SourceError:
+    name = CODES[code].__name__
+    status, word = STATUSES.get(name, (409, name.lower()))
+    remedy = ""
+    if name == "Denied":
+        remedy = "ask as the daemon's own user, root, or one of control_uids and control_gids; on TCP, with a token of "
+        remedy += "admin_act_token_file"
+    return SourceError(status, word, message, remedy)
+
+
+Told = TypeVar("Told", bound=messages.Message)
+
+
+class Asker:
+    """What `Server.answer` takes for a connection: one that says control verbs for an HTTP request."""
+
+    def __init__(self, server: Server, identity: Identity) -> None:
+        self._server = server
+        self._identity = identity
+        self._sent: asyncio.Future[bytes] | None = None
+        if identity.how == "token":
+            self.peer = Peer(-1, -1, -1)
+            self.control = identity.acts
+        else:
+            self.peer = Peer(identity.pid, identity.uid, identity.gid)
+            self.control = server.may_control(self.peer)
+        self.member = None
+        self.used = True
+        self.closed = False
+        self.in_batch = False
+
+    async def ask(self, request: messages.Request, kind: type[Told]) -> Told:
+        """The verb's reply; a refusal of any kind becomes a SourceError."""
+        if not self.control and self._identity.how == "token":
+            raise _as_source_error(messages_denied(), "this token may look, and not act")
+        self._sent = self._server.loop.create_future()
+        reply = self._server.answer(cast("Connection", self), request, time.monotonic())
+        if reply is None:
+            try:
+                async with asyncio.timeout(AUDIT_SECONDS):
+                    reply = cast("messages.Reply", decode_outgoing(await self._sent))
+            except TimeoutError:
+                raise SourceError(503, "busy", f"no answer within {AUDIT_SECONDS:.0f} s") from None
+            finally:
+                self.closed = True
+        if isinstance(reply, messages.Error):
+            raise _as_source_error(reply.code, reply.message)
+        assert isinstance(reply, kind)
+        return reply
+
+    def send(self, frame: bytes) -> None:
+        """A reply that comes later: a frame, with its length."""
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(bytes(frame[4:]))
+
+    def finish(self) -> None:
+        """Nothing to end."""
+
+    def fault(self, fault: BaseException) -> None:
+        """Acts are made here: one that breaks the protocol is our own fault."""
+        raise fault
+
+
+def messages_denied() -> int:
+    """The wire's code of Denied."""
+    return next(code for code, kind in CODES.items() if kind.__name__ == "Denied")
+
+
+# -- being served ----------------------------------------------------------------------------------------------------
+
+
+class AdminError(Exception):
+    """The admin API cannot be served as configured; the message says why and what to do."""
+
+
+class AdminService:
+    """The admin API of one server: made before it is ready, run in its task group, closed with it."""
+
+    def __init__(self, server: Server, settings: config.Settings) -> None:
+        self._server = server
+        self._settings = settings
+        self.ring = Ring()
+        self.views = Views(server, self.ring)
+        self._endpoint: Endpoint | None = None
+        self._tcp: socket.socket | None = None
+        tokens = None
+        if settings.admin_tcp:
+            try:
+                tokens = read_tokens(settings.admin_token_file, settings.admin_act_token_file)
+            except TokenError as error:
+                raise AdminError(str(error)) from None
+        self.api = Admin(
+            self.views, self.ring, server.loop, self, connections=settings.admin_connections, tokens=tokens,
+            mounted=self._mounted(), version=server.version,
+        )  # fmt: skip
+        self.refused_connections = 0
+        self.cut_connections = 0
+        self.faults = 0
+
+    def _mounted(self) -> tuple[Mounted, ...]:
+        exposition = metrics.Exposition(Scraped(self._server))
+        return (Mounted("/metrics", metrics.CONTENT_TYPE, "For Prometheus", exposition.render),)
+
+    def listen(self) -> None:
+        """Opens the sockets; AdminError where one that was asked for cannot be had."""
+        settings = self._settings
+        path = config.admin_socket(settings)
+        try:
+            endpoint = self._endpoint = Endpoint(Path(path))
+            self.api.listen(endpoint.listen(settings.admin_socket_mode, settings.admin_socket_group))
+        except EndpointError as error:
+            if settings.admin_socket:
+                raise AdminError(f"admin_socket: {error}") from None
+            # Where nobody asked for it, it is no reason not to serve.
+            log.warning("admin_unavailable", reason=str(error))
+        if settings.admin_tcp:
+            host, port = config.admin_address(settings)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            try:
+                self._tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._tcp.bind((host, port))
+                self._tcp.listen(BACKLOG)
+            except OSError as error:
+                raise AdminError(f"admin_tcp: cannot serve {settings.admin_tcp}: {error.strerror}") from None
+            self.api.listen(self._tcp)
+        logs.taps.append(self._logged)
+        log.info("admin_ready", socket=path if self._endpoint else "", tcp=self.address)
+
+    @property
+    def address(self) -> str:
+        """Of TCP, as bound; empty without it."""
+        if self._tcp is None:
+            return ""
+        host, port = self._tcp.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def run(self) -> None:
+        """Once a second: looks at connections, and tells what there is to tell."""
+        loop = self._server.loop
+        drained = False
+        while True:
+            await asyncio.sleep(1.0)
+            try:
+                self.api.look(loop.time())
+                self.views.maps.look(loop.time())
+                self.ring.add("tick", await self.views.tick())
+                if self._server.draining and not drained:
+                    drained = True
+                    self.api.drain()
+            except Exception as error:  # noqa: BLE001 -- engines are served all the same
+                self.raised("tick", error)
+
+    def caused(self, context: Mapping[str, Any]) -> bool:
+        """Whether what the loop's handler of exceptions was told of is one HTTP connection's affair."""
+        protocol = context.get("protocol")
+        task = context.get("task") or context.get("future")
+        ours = isinstance(protocol, Guarded)
+        if isinstance(task, asyncio.Task):
+            code = getattr(task.get_coro(), "cr_code", None)
+            ours = ours or (code is not None and "aiohttp" in code.co_filename)
+        if ours:
+            error = context.get("exception")
+            self.raised(
+                str(context.get("message"))[:100], error if isinstance(error, BaseException) else OSError()
+            )
+        return ours
+
+    async def close(self) -> None:
+        """Ends all connections, and gives the sockets back."""
+        if self._logged in logs.taps:
+            logs.taps.remove(self._logged)
+        await self.api.close(CLOSE_SECONDS)
+        self.close_sockets()
+
+    def close_sockets(self) -> None:
+        """Gives the sockets back."""
+        if self._tcp is not None:
+            self._tcp.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _logged(self, fields: Mapping[str, Any]) -> None:
+        event = {name: value for name, value in fields.items() if name not in ("exc_info", "stack_info")}
+        self.ring.add("log", event)
+
+    # -- told by the door --------------------------------------------------------------------------------------
+
+    def refused(self) -> None:
+        """Too many connections."""
+        self.refused_connections += 1
+        limited(log, "admin_refused", 10.0, connections=self._settings.admin_connections)
+
+    def cut(self, reason: str) -> None:
+        """A client was too slow."""
+        self.cut_connections += 1
+        limited(log, "admin_cut", 10.0, level="info", reason=reason)
+
+    def raised(self, where: str, error: BaseException) -> None:
+        """A fault of ours, or of the HTTP server; it cost one answer."""
+        self.faults += 1
+        limited(
+            log, "admin_fault", 10.0, level="error", where=where, reason=repr(error)[:240], exc_info=error
+        )
+
+    def accept_failed(self, reason: str) -> None:
+        """Out of descriptors, most likely."""
+        limited(log, "accept_failed", 10.0, reason=reason)
+
+
+def start(server: Server, settings: config.Settings) -> AdminService | None:
+    """Opens the admin API; None where it is switched off.  Raises AdminError."""
+    if not settings.admin:
+        return None
+    service = AdminService(server, settings)
+    try:
+        service.listen()
+    except AdminError:
+        service.close_sockets()
+        raise
+    return service

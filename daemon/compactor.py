@@ -37,7 +37,7 @@ from kvslot.api.wire.page import BEGAN, COMPLETED, ENDED, SUBMITTED
 from kvslot.daemon.device import Completion, Event
 from kvslot.daemon.logs import sparing
 from kvslot.defrag import Planner
-from kvslot.defrag.gaps import GapPredictor
+from kvslot.defrag.gaps import GapPredictor, GapStatistics
 from kvslot.defrag.mover import Mover, Outcomes, Piece
 from kvslot.defrag.pace import FOLLOW_SECONDS, ONCE_TIMES, Following, Order, Pace, Reading, Rules, pause
 from kvslot.defrag.windows import LONGEST
@@ -183,6 +183,10 @@ class Compactor:
     def poke(self) -> None:
         """Something has happened that may make a difference."""
         self._awake.set()
+
+    def gaps(self) -> GapStatistics | None:
+        """What is known of the gaps between steps; None while none is looked for."""
+        return self._predictor.statistics() if self._predictor is not None else None
 
     def _noticed(self) -> None:
         # On the device thread: a batch has ended, or the gate has shut by itself.

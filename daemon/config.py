@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import grp
+import ipaddress
 import json
 import os
 import pwd
@@ -230,6 +231,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[int, ...], Rule("users", "who may use control verbs, beside root and the daemon's own user")
     ] = ()
     control_gids: Annotated[tuple[int, ...], Rule("groups", "groups that may use control verbs")] = ()
+    admin: Annotated[bool, Rule("flag", "the admin API: views, metrics, acts and a live page, over HTTP")] = True
+    admin_socket: Annotated[
+        str, Rule("path", "its Unix socket; unset: admin.sock beside the other one", high=4096)
+    ] = ""
+    admin_socket_mode: Annotated[
+        int, Rule("mode", "permissions of that socket: who can connect may look", high=0o777)
+    ] = 0o660
+    admin_socket_group: Annotated[
+        str, Rule("text", "group of that socket; empty: the daemon's", high=64)
+    ] = ""
+    admin_tcp: Annotated[
+        str,
+        Rule("text", 'address and port to serve the admin API on as well, say "127.0.0.1:9477"', high=64),
+    ] = ""
+    admin_tcp_any: Annotated[bool, Rule("flag", "that address may be another one than a loopback one")] = False
+    admin_token_file: Annotated[
+        str, Rule("path", "tokens that may look over TCP, one a line; needed for admin_tcp", high=4096)
+    ] = ""
+    admin_act_token_file: Annotated[
+        str, Rule("path", "tokens that may act over TCP, too, one a line; unset: none may", high=4096)
+    ] = ""
+    admin_connections: Annotated[
+        int, Rule("whole", "connections to the admin API at a time", "connections", 2, 1024)
+    ] = 32
     sessions_max: Annotated[int, Rule("whole", "sessions at a time", "sessions", 1, 65536)] = 256
     sequences_max: Annotated[
         int, Rule("whole", "running sequences of one session", "sequences", 1, 1 << 20)
@@ -759,14 +784,64 @@ def _check_settings(
             f"{source}: compaction_stop = {settings.compaction_stop} is more than compaction_start = "
             f"{settings.compaction_start}, so that it would end before it begins; lower the one or raise the other"
         )
-    if settings.socket_group:
+    for name in ("socket_group", "admin_socket_group"):
+        group = getattr(settings, name)
         try:
-            group_id(settings.socket_group)
+            group_id(group or "0")
         except KeyError:
             problems.append(
-                f"{given['socket_group'].where}: socket_group = {settings.socket_group!r}: there is no such group on "
+                f"{given[name].where}: {name} = {group!r}: there is no such group on "
                 "this machine; create it (groupadd), or leave it out"
             )
+    if settings.admin:
+        _check_admin(settings, given, problems)
+
+
+def admin_socket(settings: Settings) -> str:
+    """Where the admin API is served."""
+    return settings.admin_socket or str(Path(settings.socket).with_name("admin.sock"))
+
+
+def admin_address(settings: Settings) -> tuple[str, int]:
+    """Address and port of `admin_tcp`; ValueError where it is none."""
+    host, _, port = settings.admin_tcp.rpartition(":")
+    address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    if not (port.isascii() and port.isdigit() and 0 <= int(port) <= 65535):
+        raise ValueError("no port")
+    return str(address), int(port)
+
+
+def _check_admin(settings: Settings, given: Mapping[str, Value], problems: list[str]) -> None:
+    def where(name: str) -> str:
+        return f"{given[name].where if name in given else 'default'}: {name} = {getattr(settings, name)!r}"
+
+    length = len(os.fsencode(settings.admin_socket))
+    if length > SOCKET_PATH_MAX:
+        problems.append(
+            f"{where('admin_socket')}: {length} bytes, and the kernel takes paths of up to {SOCKET_PATH_MAX} here; "
+            "choose a shorter one"
+        )
+    if settings.admin_socket and settings.admin_socket == settings.socket:
+        problems.append(f"{where('admin_socket')}: the engines' socket is there; choose another path")
+    if not settings.admin_tcp:
+        return
+    try:
+        host, _ = admin_address(settings)
+    except ValueError:
+        problems.append(
+            f'{where("admin_tcp")}: no address and port; write "127.0.0.1:9477", or "[::1]:9477", as numbers'
+        )
+        return
+    if not ipaddress.ip_address(host).is_loopback and not settings.admin_tcp_any:
+        problems.append(
+            f"{where('admin_tcp')}: {host} can be reached from other machines, and what passes is not encrypted: "
+            "serve on 127.0.0.1 behind a proxy, or say admin_tcp_any = true"
+        )
+    if not settings.admin_token_file and not settings.admin_act_token_file:
+        problems.append(
+            f"{where('admin_tcp')}: TCP is served with tokens only: write one into a file "
+            "(openssl rand -hex 32 > FILE; chmod 600 FILE), and name that as admin_token_file"
+        )
 
 
 def group_id(name: str) -> int:
@@ -1060,6 +1135,8 @@ __all__ = [
     "CHANGEABLE",
     "ConfigError",
     "Effective",
+    "admin_address",
+    "admin_socket",
     "LayoutTable",
     "PoolSettings",
     "PoolSum",

@@ -319,6 +319,7 @@ def _frag_row(view: PoolView) -> Row:
         if told.extent_tokens
         else 0.0,
         "usable_run_pct": usable_runs(core),
+        "lost_hit_tokens": told.lost_hit_tokens,
     }
 
 

@@ -23,6 +23,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import msgspec
@@ -50,7 +51,7 @@ def set_up(log_format: str = "auto", log_level: str = "info", stream: TextIO | N
     terminal = out is not None and out.isatty()
     console = log_format == "console" or (log_format == "auto" and terminal)
     lines = _Lines(out)
-    shared: list[Any] = [structlog.contextvars.merge_contextvars, _bind, _level, _time]
+    shared: list[Any] = [structlog.contextvars.merge_contextvars, _bind, _level, _time, _tap]
     if console:
         colours = terminal and "NO_COLOR" not in os.environ
         renderers: list[Any] = [structlog.dev.ConsoleRenderer(colors=colours, timestamp_key="time")]
@@ -90,6 +91,16 @@ def counted() -> dict[str, int]:
 def left_out() -> int:
     """Events that `limited` and `sparing` did not log, since the start."""
     return _left_out[0]
+
+
+taps: Final[list[Callable[[Mapping[str, Any]], None]]] = []
+"""Are shown every event that is logged, with its fields, which are not to be kept or changed."""
+
+
+def _tap(_: Any, __: str, fields: Any) -> Any:
+    for tap in taps:
+        tap(fields)
+    return fields
 
 
 # -- whose request it is ---------------------------------------------------------------------------------------------
@@ -338,5 +349,6 @@ __all__ = [
     "set_up",
     "sparing",
     "tell_overdue",
+    "taps",
     "tell_suppressed",
 ]

@@ -27,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
@@ -59,6 +59,7 @@ from kvslot.daemon.config import CHANGEABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.health import Health
 from kvslot.daemon.hub import Hub
 from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
@@ -67,6 +68,9 @@ from kvslot.daemon.pools import HostedPool
 from kvslot.daemon.recorder import Recorders
 from kvslot.daemon.totals import Totals
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission, Row
+
+if TYPE_CHECKING:
+    from kvslot.daemon.admin import AdminService
 
 TICK_SECONDS: Final = 0.005
 UPKEEP_SECONDS: Final = 1.0
@@ -113,6 +117,8 @@ class Server:
         self.latency = Latency()
         self.totals = Totals(self.pools)
         self.collector = Collector()
+        self.health = Health(self)
+        self.admin: AdminService | None = None
         self.hub = Hub(loop, self.replenish)
         self.connections: set[Connection] = set()
         self.sessions: dict[int, Member] = {}  # by their number, the lost among them
@@ -133,7 +139,7 @@ class Server:
         self._graves: list[dict[int, Any]] = []  # of ended sessions, emptied in slices too
         self._looking = False
         self._drain_deadline = 0.0
-        self._audits: dict[int, tuple[Connection, int, float, int]] = {}  # pipe -> who asked, id, when, pid
+        self._audits: dict[int, tuple[Connection, int, float, int, str]] = {}  # pipe: who asked, id, when, pid, pool
         self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
         self.table: Mapping[type, Row] = TABLE
         self.recorders = Recorders(self)
@@ -167,6 +173,14 @@ class Server:
         if pool is None:
             raise NotFound(f"no pool {name!r}; there are {', '.join(self.pools)}")
         return pool
+
+    def listening(self) -> tuple[bool, str]:
+        """Whether clients can connect, and how it is known."""
+        if self._endpoint is None or self._listener is None:
+            return False, "not opened yet, or closed"
+        if not self._accepting:
+            return False, "no connections are taken for a moment: descriptors or memory ran out"
+        return self._endpoint.in_place()
 
     def may_control(self, peer: Peer) -> bool:
         """Whether this user may say control verbs."""
@@ -765,6 +779,8 @@ class Server:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._keep())]
                 running += [tasks.create_task(self._compact(each)) for each in self.compactors.values()]
+                if self.admin is not None:
+                    running.append(tasks.create_task(self.admin.run()))
                 await self.stopped.wait()
                 for task in running:
                     task.cancel()
@@ -781,7 +797,9 @@ class Server:
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(UPKEEP_SECONDS)
-            self.totals.woke(time.monotonic() - asleep - UPKEEP_SECONDS)
+            now = time.monotonic()
+            self.totals.woke(now - asleep - UPKEEP_SECONDS)
+            self.health.beat(now, now - asleep - UPKEEP_SECONDS)
             self.upkeep()
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -862,7 +880,7 @@ class Server:
                     self.loop.remove_reader(descriptor)
             member.close()
         self.sessions.clear()
-        for descriptor, (_, _, _, pid) in self._audits.items():
+        for descriptor, (_, _, _, pid, _) in self._audits.items():
             self.loop.remove_reader(descriptor)
             os.close(descriptor)
             os.kill(pid, signal.SIGKILL)
@@ -877,6 +895,8 @@ class Server:
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Something of ours raised: the last line of the log says what, and the process ends."""
         error = context.get("exception")
+        if self.admin is not None and self.admin.caused(context):
+            return
         log.critical(
             "internal_fault",
             reason=str(context.get("message")),
@@ -993,7 +1013,7 @@ class Server:
             finally:
                 os._exit(status)
         os.close(writable)
-        self._audits[readable] = (connection, number, time.perf_counter(), pid)
+        self._audits[readable] = (connection, number, time.perf_counter(), pid, hosted.name)
         chunks: list[bytes] = []
         self.loop.add_reader(readable, self._audited, readable, chunks)
 
@@ -1007,13 +1027,14 @@ class Server:
             return
         self.loop.remove_reader(readable)
         os.close(readable)
-        connection, number, began, pid = self._audits.pop(readable)
+        connection, number, began, pid, pool = self._audits.pop(readable)
         self._reap(pid)
         try:
             faults = [str(each) for each in json.loads(b"".join(chunks))]
         except ValueError:
             faults = ["the audit itself failed; the log has its traceback"]
         self.totals.audited(len(faults), time.perf_counter() - began)
+        self.health.audit_faults[pool] = len(faults)
         if faults:
             log.error("audit_failed", faults=faults[:10], count=len(faults))
         if not connection.closed:
@@ -1112,6 +1133,14 @@ async def _serve(
         except EndpointError as error:
             log.error("cannot_start", reason=str(error))
             return 3
+        if settings.admin:
+            from kvslot.daemon import admin
+
+            try:
+                server.admin = admin.start(server, settings)
+            except admin.AdminError as error:
+                log.error("cannot_start", reason=str(error))
+                return 3
         log.info(
             "ready",
             socket=settings.socket,
@@ -1122,6 +1151,8 @@ async def _serve(
         )
         code = await server.run()
     finally:
+        if server.admin is not None:
+            await server.admin.close()
         server.close()
     logs.tell_suppressed(log)
     log.info("ended", code=code)

@@ -1,0 +1,164 @@
+"""Who asks, and whether they may: the kernel's word on the Unix socket, a token on TCP.
+
+    Unix socket   whoever can connect (mode and group of the socket) may look; acts need the daemon's own permission,
+                  which it gives by user and group as for control verbs
+    TCP           every request needs a token: `Authorization: Bearer TOKEN`, or Basic with the token for a password,
+                  which is what browsers ask for; acts need a token of the file for acts
+
+Tokens are compared by digests in constant time, and appear nowhere.  Browsers send what they know of a site whoever
+makes them do it, so an act must come from a page of ours (Origin, Sec-Fetch-Site) and be JSON; and on the Unix socket,
+which is reached through a forwarded port then, the host has to be a name that no foreign site can have.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from kvslot.api.admin.views import Identity, SourceError
+
+TOKEN_LEAST: Final = 16
+"""Characters; 16 of 64 kinds are 96 bits, beyond all guessing."""
+TOKEN_MOST: Final = 512
+FILE_BYTES: Final = 1 << 16
+TOKENS_MOST: Final = 64
+
+
+class TokenError(Exception):
+    """A token file that cannot be used; the message says why and what to do."""
+
+
+class Tokens:
+    """The tokens of one or two files, as digests: by digest, whether it may act."""
+
+    def __init__(self, digests: Mapping[bytes, bool]) -> None:
+        self._digests = dict(digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def identify(self, token: str) -> Identity | None:
+        """Whose it is, or None.  Takes as long whichever it is."""
+        digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+        found: Identity | None = None
+        for known, acts in self._digests.items():
+            if hmac.compare_digest(known, digest):
+                found = Identity(how="token", token=known.hex()[:8], acts=acts)
+        return found
+
+
+def read_tokens(views: str, acts: str) -> Tokens:
+    """Tokens from the file for looking and the one for acts ("": none); TokenError says what is wrong with either."""
+    digests: dict[bytes, bool] = {}
+    for path, may_act in ((views, False), (acts, True)):
+        for token in _read(Path(path)) if path else ():
+            digests[hashlib.sha256(token.encode()).digest()] = may_act
+    return Tokens(digests)
+
+
+def _read(path: Path) -> list[str]:
+    """A token a line; empty lines and those that begin with # are none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TokenError(f"{path}: cannot be read: {error.strerror}") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise TokenError(f"{path}: is no plain file")
+        if status.st_mode & 0o027:
+            raise TokenError(
+                f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others read or write it: chmod 0640 or 0600"
+            )
+        content = file.read(FILE_BYTES + 1)
+    if len(content) > FILE_BYTES:
+        raise TokenError(f"{path}: more than {FILE_BYTES} bytes: this is no token file")
+    try:
+        lines = [line.strip() for line in content.decode("ascii").splitlines()]
+    except UnicodeDecodeError:
+        raise TokenError(f"{path}: tokens are ASCII text, one a line") from None
+    tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise TokenError(f"{path}: holds no token: write one, say of `openssl rand -hex 32`")
+    if len(tokens) > TOKENS_MOST:
+        raise TokenError(f"{path}: {len(tokens)} tokens, and {TOKENS_MOST} are the most")
+    for number, token in enumerate(tokens, 1):
+        if not TOKEN_LEAST <= len(token) <= TOKEN_MOST or not token.isprintable() or " " in token:
+            raise TokenError(
+                f"{path}: token {number}: {TOKEN_LEAST} to {TOKEN_MOST} characters without spaces are needed: "
+                "write one of `openssl rand -hex 32`"
+            )
+    return tokens
+
+
+def token_of(authorization: str) -> str:
+    """The token in an Authorization header; empty where there is none that can be read."""
+    scheme, _, rest = authorization.partition(" ")
+    match scheme.lower():
+        case "bearer":
+            return rest.strip()
+        case "basic":
+            try:
+                return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
+            except (binascii.Error, ValueError):
+                return ""
+    return ""
+
+
+def by_token(tokens: Tokens, authorization: str | None) -> Identity:
+    """Who asks on TCP; SourceError 401 without a token that is known."""
+    token = token_of(authorization) if authorization else ""
+    identity = tokens.identify(token) if token else None
+    if identity is None:
+        what = "this token is not known" if token else "a token is needed"
+        raise SourceError(401, "unauthorized", what, "send Authorization: Bearer TOKEN, of admin_token_file")
+    return identity
+
+
+def check_host(host: str | None) -> None:
+    """On a Unix socket behind a forwarded port: that a browser was not led here by a foreign site's name.
+
+    A name without a dot, `*.localhost` and addresses are nobody else's.
+    """
+    if not host:
+        return
+    name = host_of(host)
+    if "." not in name or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        raise SourceError(
+            421, "misdirected", f"host {host[:100]!r} is not this daemon", "say http://localhost/"
+        ) from None
+
+
+def check_origin(headers: Mapping[str, str]) -> None:
+    """Of an act: that no page of another site sent it by way of a browser."""
+    site = headers.get("Sec-Fetch-Site", "none")
+    origin = headers.get("Origin")
+    foreign = site not in ("none", "same-origin")
+    if origin is not None:
+        try:
+            foreign = foreign or urlsplit(origin).netloc != headers.get("Host", "")
+        except ValueError:
+            foreign = True
+    if foreign:
+        raise SourceError(403, "foreign_origin", "an act was asked for by a page of another site")
+
+
+def host_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    name, _, port = host.rpartition(":")
+    return (name if name and port.isdigit() else host).lower()

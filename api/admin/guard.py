@@ -1,0 +1,278 @@
+"""The door of the admin API: who is let in, and how long each may take over anything.
+
+A web server trusts its clients' patience too much for a process that owns a GPU's memory.  So each connection is a
+`Guarded` one: an HTTP protocol of aiohttp's with a clock on what it is waiting for.
+
+    waiting   for the first byte of a request          idle_seconds       closed without a word
+    reading   its head and body                        read_seconds       closed without a word
+    handling  our own work                             as long as it takes; handlers have limits of their own
+    sending   and the client does not read             send_seconds       cut off
+
+The clock is looked at once a second, so nothing is set and cancelled for each request.  There is room for so many
+connections; who comes beyond is told 503 and closed.  Accepting stops for a moment when descriptors run out, as on the
+engines' socket.  Nothing that a client does here ends the process: what aiohttp raises costs that connection only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+from kvslot.api.admin.views import Identity
+
+IDLE_SECONDS: Final = 60.0
+"""Longer than scrapers wait between two scrapes by default, so that they keep their connection."""
+READ_SECONDS: Final = 10.0
+SEND_SECONDS: Final = 15.0
+LINE_BYTES: Final = 4096
+"""Of a request's first line, and of one header."""
+HEADERS_MOST: Final = 64
+BODY_BYTES: Final = 16 << 10
+"""Of an act's arguments, which are a few words."""
+ACCEPTS: Final = 4
+"""Of one turn of the loop."""
+
+_CREDENTIALS: Final = struct.Struct("3i")
+
+FULL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+)
+FULL_BODY: Final = (
+    b'{"error":{"code":"too_many_connections","message":"all connections of the admin API are in use",'
+    b'"remedy":"close some, or raise admin_connections"}}'
+)
+
+
+class Caller(Protocol):
+    """Told what goes on at the door."""
+
+    def refused(self) -> None: ...
+    def cut(self, reason: str) -> None: ...
+    def raised(self, where: str, error: BaseException) -> None: ...
+    def accept_failed(self, reason: str) -> None: ...
+
+
+class Door:
+    """All connections of one listening socket, or of several."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        server: web.Server,
+        caller: Caller,
+        *,
+        most: int,
+        idle_seconds: float = IDLE_SECONDS,
+        read_seconds: float = READ_SECONDS,
+        send_seconds: float = SEND_SECONDS,
+    ) -> None:
+        self.loop = loop
+        self.server = server
+        self.caller = caller
+        self.most = most
+        self.idle_seconds = idle_seconds
+        self.read_seconds = read_seconds
+        self.send_seconds = send_seconds
+        self.draining = False
+        self.connections: dict[Any, Guarded] = {}  # by aiohttp's protocol, as requests know it
+        self._listeners: dict[int, socket.socket] = {}
+        self._joining: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accepts connections of a listening, non-blocking socket."""
+        self._listeners[listener.fileno()] = listener
+        self.loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPTS):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors or memory: trying again at once would only say so again.
+                self.caller.accept_failed(error.strerror or type(error).__name__)
+                self.loop.remove_reader(listener.fileno())
+                self.loop.call_later(0.5, self._accept_again, listener)
+                return
+            sock.setblocking(False)
+            if len(self.connections) + len(self._joining) >= self.most:
+                self.caller.refused()
+                _turn_away(sock)
+                continue
+            task = self.loop.create_task(self._join(sock))
+            self._joining.add(task)
+            task.add_done_callback(self._joined)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() in self._listeners and not self._closed:
+            self.loop.add_reader(listener.fileno(), self._accept, listener)
+
+    async def _join(self, sock: socket.socket) -> None:
+        try:
+            await self.loop.connect_accepted_socket(lambda: Guarded(self), sock)
+        except OSError:
+            sock.close()
+
+    def _joined(self, task: asyncio.Task[Any]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.caller.raised("accept", task.exception() or RuntimeError())
+
+    def look(self, now: float) -> None:
+        """Once a second: closes what has taken too long."""
+        for connection in tuple(self.connections.values()):
+            connection.look(now)
+
+    def drain(self) -> None:
+        """From now on every answer is a connection's last, and those without a request are closed."""
+        self.draining = True
+        for connection in tuple(self.connections.values()):
+            if connection.waiting:
+                connection.abort()
+
+    async def close(self, seconds: float) -> None:
+        """Accepts no more; what is being answered has `seconds`, all else none."""
+        self._closed = True
+        for number in self._listeners:
+            self.loop.remove_reader(number)
+        self._listeners.clear()
+        for task in tuple(self._joining):
+            task.cancel()
+        self.drain()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.server.shutdown(seconds / 2)
+        except TimeoutError:
+            pass
+        for connection in tuple(self.connections.values()):
+            connection.abort()
+
+
+class Guarded(asyncio.Protocol):
+    """One connection: passes all on to aiohttp's protocol, and knows what it waits for."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.inner: RequestHandler = door.server()
+        self.transport: asyncio.Transport | None = None
+        self.handling = 0
+        self.streaming = False
+        self._since = door.loop.time()
+        self._reading = False
+        self._stuck_since = 0.0
+        self._closing_since = 0.0
+        self._identity: Identity | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """No request of it is being read or answered."""
+        return not self.handling and not self._reading
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "abort")
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
+        self.door.connections[self.inner] = self
+        self._call("connection_made", self.inner.connection_made, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.door.connections.pop(self.inner, None)
+        self.transport = None
+        self._call("connection_lost", self.inner.connection_lost, exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.waiting:
+            self._reading, self._since = True, self.door.loop.time()
+        self._call("data_received", self.inner.data_received, data)
+
+    def eof_received(self) -> None:
+        # Whoever has said all that it had to say may still want the answer.
+        if self.waiting:
+            self.abort()
+
+    def pause_writing(self) -> None:
+        self._stuck_since = self.door.loop.time()
+        self._call("pause_writing", self.inner.pause_writing)
+
+    def resume_writing(self) -> None:
+        self._stuck_since = 0.0
+        self._call("resume_writing", self.inner.resume_writing)
+
+    def _call(self, where: str, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # noqa: BLE001 -- a client may not end the process
+            self.door.caller.raised(where, error)
+            self.abort()
+
+    def identity(self, sock: socket.socket) -> Identity:
+        """Who connected to a Unix socket, by the kernel's word."""
+        if self._identity is None:
+            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, gid = _CREDENTIALS.unpack(raw)
+            self._identity = Identity(how="unix", pid=pid, uid=uid, gid=gid)
+        return self._identity
+
+    def began(self) -> None:
+        """A request's head has been read, and its handler runs."""
+        self.handling += 1
+        self._reading = False
+
+    def ended(self) -> None:
+        """Its handler is done; the answer is sent behind this."""
+        self.handling -= 1
+        self._since = self.door.loop.time()
+
+    def abort(self) -> None:
+        """Ends it at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    @property
+    def stuck(self) -> bool:
+        """The client does not read, and enough of an answer waits for it."""
+        return self._stuck_since > 0
+
+    def stuck_for(self, now: float) -> float:
+        """Seconds that the client has not read what waits for it."""
+        return now - self._stuck_since if self._stuck_since else 0.0
+
+    def look(self, now: float) -> None:
+        """Cuts it off where it has taken too long."""
+        door, transport = self.door, self.transport
+        if transport is None:
+            return
+        if transport.is_closing():
+            self._closing_since = self._closing_since or now
+            if now - self._closing_since > door.send_seconds:
+                self._cut("does not read the last of an answer")
+        elif self.stuck_for(now) > (2 * door.send_seconds if self.streaming else door.send_seconds):
+            self._cut("does not read an answer")
+        elif self.handling:
+            return
+        elif self._reading and now - self._since > door.read_seconds:
+            self._cut("has not sent a whole request")
+        elif not self._reading and now - self._since > door.idle_seconds:
+            self.abort()
+
+    def _cut(self, reason: str) -> None:
+        self.door.caller.cut(reason)
+        self.abort()
+
+
+def _turn_away(sock: socket.socket) -> None:
+    """Says why, as far as that fits without waiting, and closes."""
+    try:
+        sock.send(FULL % (len(FULL_BODY), FULL_BODY))
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+    sock.close()

@@ -1,0 +1,130 @@
+"""Pools as maps of blocks, two bytes each, with what has changed since an earlier look.
+
+    states (a byte a slot, kept by the ledger) ──► copy ──► block: the state most of its slots have, and how full it is
+                        chunk by chunk: only where the copy differs          └─► version of its chunk
+
+A map is kept while somebody asks for it, and brought up to date when asked for: a chunk that is as it was costs one
+comparison of memory.  A whole pool is gone through in slices, so a map is a picture taken over some milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvslot.api.admin import BlockMap
+
+if TYPE_CHECKING:
+    from kvslot.daemon.pools import HostedPool
+
+STATES: Final = 8
+CHUNK_SLOTS: Final = 1 << 14
+"""Looked at in one go: a tenth of a millisecond where something has changed."""
+KEPT_SECONDS: Final = 60.0
+HEAD: Final = np.dtype([("start", "<u4"), ("length", "<u4")])
+"""Before the bytes of each stretch of a map of changes: first block, and how many."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Map:
+    """One pool's."""
+
+    def __init__(self, hosted: HostedPool) -> None:
+        self.size = hosted.core.block_size
+        self.blocks = hosted.core.config.blocks
+        self.step = max(1, CHUNK_SLOTS // self.size)  # blocks of a chunk
+        self.states: Bytes = np.full(self.blocks * self.size, 255, dtype=np.uint8)  # as last looked at
+        self.cells: Bytes = np.full((self.blocks, 2), 255, dtype=np.uint8)  # of no block: all change at first
+        self.versions: list[int] = [0] * -(-self.blocks // self.step)
+        self.asked = 0.0
+        self.lock = asyncio.Lock()
+
+    def look(self, chunk: int, now: memoryview, version: int) -> bool:
+        """Brings a chunk up to date; whether any of its cells has changed."""
+        first = chunk * self.step
+        last = min(first + self.step, self.blocks)
+        fresh = np.frombuffer(now[first * self.size : last * self.size], dtype=np.uint8)
+        kept = self.states[first * self.size : last * self.size]
+        if np.array_equal(fresh, kept):
+            return False
+        kept[:] = fresh
+        table = kept.reshape(-1, self.size)
+        counts = np.stack([np.count_nonzero(table == state, axis=1) for state in range(STATES)])
+        cells = np.empty((last - first, 2), dtype=np.uint8)
+        # Of what is not free, most: a block with one private slot is no free block to look at.
+        taken = counts[1:]
+        cells[:, 0] = np.where(taken.any(axis=0), taken.argmax(axis=0) + 1, 0)
+        cells[:, 1] = -(-(self.size - counts[0]) * 255 // self.size)
+        if np.array_equal(cells, self.cells[first:last]):
+            return False
+        self.cells[first:last] = cells
+        self.versions[chunk] = version
+        return True
+
+
+class BlockMaps:
+    """The maps that are asked for."""
+
+    def __init__(self, slice_ns: int) -> None:
+        self._slice_ns = slice_ns
+        self._maps: dict[str, _Map] = {}
+        # Rises over restarts, so that nobody takes a map of before for one of now.
+        self._sequence = int(time.time() * 1000)
+        self._first = self._sequence
+
+    def look(self, now: float) -> None:
+        """Once a second: forgets those that nobody has asked for lately."""
+        for name in [name for name, each in self._maps.items() if now - each.asked > KEPT_SECONDS]:
+            del self._maps[name]
+
+    async def read(self, hosted: HostedPool, since: int) -> BlockMap:
+        """The whole map, or with `since`, a sequence that it had, the stretches of blocks that have changed."""
+        found = self._maps.get(hosted.name)
+        if found is None:
+            found = self._maps[hosted.name] = _Map(hosted)
+            since = -1
+        found.asked = asyncio.get_running_loop().time()
+        async with found.lock:
+            await self._update(found, hosted)
+            whole = not self._first <= since <= self._sequence
+            data = await (self._all(found) if whole else self._changes(found, since))
+            return BlockMap(
+                pool=hosted.name, block_size=found.size, blocks=found.blocks, sequence=self._sequence,
+                whole=whole, data=data,
+            )  # fmt: skip
+
+    async def _update(self, found: _Map, hosted: HostedPool) -> None:
+        version = self._sequence + 1
+        changed = False
+        until = time.perf_counter_ns() + self._slice_ns
+        for chunk in range(len(found.versions)):
+            changed |= found.look(chunk, hosted.states, version)
+            if time.perf_counter_ns() >= until:
+                await asyncio.sleep(0)
+                until = time.perf_counter_ns() + self._slice_ns
+        if changed:
+            self._sequence = max(self._sequence, version)
+
+    async def _all(self, found: _Map) -> bytes:
+        return found.cells.tobytes()
+
+    async def _changes(self, found: _Map, since: int) -> bytes:
+        """Stretches: first block and length, u32 little endian each, then two bytes a block."""
+        parts: list[bytes] = []
+        chunks = [index for index, version in enumerate(found.versions) if version > since]
+        start = 0
+        while start < len(chunks):
+            stop = start + 1
+            while stop < len(chunks) and chunks[stop] == chunks[stop - 1] + 1:
+                stop += 1
+            first = chunks[start] * found.step
+            last = min((chunks[stop - 1] + 1) * found.step, found.blocks)
+            parts.append(np.array([(first, last - first)], dtype=HEAD).tobytes())
+            parts.append(found.cells[first:last].tobytes())
+            start = stop
+        return b"".join(parts)
