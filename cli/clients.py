@@ -65,7 +65,6 @@ def _print(out: Console, rows: list[_control.Row]) -> None:
         left=("name", "pool", "notes"),
     )  # fmt: skip
     for row in rows:
-        notes = _notes(row)
         table.add_row(
             str(row["session"]),
             _screen.words(row["name"]) or "-",
@@ -78,13 +77,14 @@ def _print(out: Console, rows: list[_control.Row]) -> None:
             _screen.share(row["charged"], row["quota"]),
             f"{row['fenced']:,}",
             f"{row['completed']} / {row['submitted']}",
-            notes,
+            notes(row),
             style="yellow" if row["stalled"] or row["state"] != "live" or row["owes"] else "",
         )
     out.print(table)
 
 
-def _notes(row: _control.Row) -> str:
+def notes(row: _control.Row) -> str:
+    """What is to be said of a session, in a few words; "" for one that gets on."""
     from kvslot.cli import _screen
 
     notes = []
