@@ -377,7 +377,7 @@ class Screen:
                 continue
             usable = max(1, pool["usable"])
             coming = pool["fenced"] + pool["quarantined"] + pool["moving"]
-            cells = [
+            cells: list[str | Text] = [
                 _screen.words(pool["pool"]),
                 f"{pool['used_pct']:.1f} %",
                 stacked(out, pool, width),
