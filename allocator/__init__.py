@@ -1,5 +1,6 @@
 """The core: slotted blocks and the shared prefix tree.  Pure functions on plain values; see `pool.Pool`."""
 
+from kvslot.allocator.accounts import Account, Quota
 from kvslot.allocator.audit import audit
 from kvslot.allocator.config import PoolConfig
 from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutOfTurn, Refusal, UnknownHandle
@@ -33,6 +34,7 @@ __all__ = [
     "EVICTIONS",
     "UNLIMITED",
     "Abandoned",
+    "Account",
     "Admitted",
     "BadRequest",
     "Committed",
@@ -54,6 +56,7 @@ __all__ = [
     "Pressure",
     "Published",
     "Push",
+    "Quota",
     "Ready",
     "Reason",
     "Refusal",

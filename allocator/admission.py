@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from kvslot.allocator.accounts import Account, Quota, left_under, narrowest
 from kvslot.allocator.errors import BadRequest, ForeignHandle
 from kvslot.allocator.results import Abandoned, Later, Never, Preempt, Pressure, Published, Ready, Reason
 from kvslot.allocator.sessions import Life, Sequence, Session
@@ -46,6 +47,7 @@ class Ticket(msgspec.Struct, gc=False, eq=False):
 
     handle: int
     session: Session
+    account: Account
     need: int
     created: float
     sequence: Sequence | None = None  # of a growth ticket
@@ -73,7 +75,12 @@ class Window(msgspec.Struct, gc=False, eq=False):
 
 
 def _within_quota(ticket: Ticket) -> bool:
-    return ticket.session.charged + ticket.need <= ticket.session.quota
+    need, account = ticket.need, ticket.account
+    return (
+        ticket.session.charged + need <= ticket.session.quota
+        and account.charged + need <= account.slots
+        and (ticket.sequence is None or account.unwritten + need <= account.room)
+    )
 
 
 class Admission:
@@ -113,27 +120,38 @@ class Admission:
     # -- new requests ------------------------------------------------------------------------------------------
 
     def admit(
-        self, session: Session, need: int, taken: int, now: float, ticket: int, contiguous: bool
+        self,
+        session: Session,
+        account: Account,
+        need: int,
+        taken: int,
+        now: float,
+        ticket: int,
+        contiguous: bool,
     ) -> Later | None:
         """None when the request may take `need` slots now (evicting what is missing), else the refusal.
 
         Its hit is held already; `taken` of those tokens could have been evicted before.
         """
-        later = self._admit(session, need, now, ticket, contiguous)
+        later = self._admit(session, account, need, now, ticket, contiguous)
         if later is not None and later.ticket in self.waiting:
             self.waiting[later.ticket].taken = max(0, taken)  # a move given up for it may have freed more
         return later
 
-    def _admit(self, session: Session, need: int, now: float, ticket: int, contiguous: bool) -> Later | None:
+    def _admit(
+        self, session: Session, account: Account, need: int, now: float, ticket: int, contiguous: bool
+    ) -> Later | None:
         pool = self.pool
         mine = self._mine(session, ticket)
         if self._overdue(session, now):
-            return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST)
+            return self.refuse(session, account, need, now, ticket, Reason.PREEMPT_FIRST)
         if session.charged + need + self._growth_of(session) > session.quota:
-            return self.refuse(session, need, now, ticket, Reason.QUOTA)
+            return self.refuse(session, account, need, now, ticket, Reason.QUOTA, quota=Quota.SESSION)
+        if account.charged + need + self._growth_under(account) > account.slots:
+            return self.refuse(session, account, need, now, ticket, Reason.QUOTA, quota=Quota.SLOTS)
         if any(waiting.contiguous for waiting in self.growth.values()):
             # Growth that wants whole pages and finds none: what a new request takes might be one of them.
-            return self.refuse(session, need, now, ticket, Reason.TURN, contiguous=contiguous)
+            return self.refuse(session, account, need, now, ticket, Reason.TURN, contiguous=contiguous)
         free, evictable = pool.runs.total, pool.tree.evictable
         own_window = self.window if self.window is not None and self.window.ticket is mine else None
         if own_window is not None:
@@ -153,10 +171,10 @@ class Admission:
                 reason = Reason.FENCED
             else:
                 reason = Reason.MEMORY
-            return self.refuse(session, need, now, ticket, reason, contiguous=contiguous)
+            return self.refuse(session, account, need, now, ticket, reason, contiguous=contiguous)
         patience = pool.config.fence_patience
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
-            return self.refuse(session, need, now, ticket, Reason.FENCED, contiguous=contiguous)
+            return self.refuse(session, account, need, now, ticket, Reason.FENCED, contiguous=contiguous)
         if own_window is not None and own_window.stop - own_window.start != need:
             self.drop_window()  # the request needs more or less than then, its hit being another
             own_window = None
@@ -164,7 +182,7 @@ class Admission:
             if self._older_than_window(mine):
                 self.drop_window()  # the older of two that need a window has it
             if own_window is None or own_window.held < need:
-                later = self.refuse(session, need, now, ticket, Reason.RUN, contiguous=True)
+                later = self.refuse(session, account, need, now, ticket, Reason.RUN, contiguous=True)
                 mine = self.waiting[later.ticket]
                 self._clear(mine, now)
                 if self.window is None or self.window.ticket is not mine or self.window.held < need:
@@ -174,11 +192,11 @@ class Admission:
             self._remove(mine)
         return None
 
-    def admit_fork(self, session: Session, now: float, ticket: int) -> Later | None:
+    def admit_fork(self, session: Session, account: Account, now: float, ticket: int) -> Later | None:
         """None when a session may fork: it owes no answer to Preempt."""
         mine = self._mine(session, ticket)
         if self._overdue(session, now):
-            return self.refuse(session, 0, now, ticket, Reason.PREEMPT_FIRST)
+            return self.refuse(session, account, 0, now, ticket, Reason.PREEMPT_FIRST)
         if mine is not None:
             self._remove(mine)
         return None
@@ -196,12 +214,14 @@ class Admission:
     def refuse(
         self,
         session: Session,
+        account: Account,
         need: int,
         now: float,
         ticket: int,
         reason: Reason,
         sequence: Sequence | None = None,
         contiguous: bool = False,
+        quota: Quota = Quota.NONE,
     ) -> Later:
         """LATER with the figures of the limit that binds; makes the ticket where there is none yet."""
         pool = self.pool
@@ -209,7 +229,7 @@ class Admission:
         if mine is None:
             if sequence is None:
                 self._check_tickets(session)
-            mine = Ticket(pool._handle(), session, need, now, sequence, contiguous)
+            mine = Ticket(pool._handle(), session, account, need, now, sequence, contiguous)
             if sequence is None:
                 self.waiting[mine.handle] = mine
             else:
@@ -226,13 +246,16 @@ class Admission:
         self.busy = True
         coming = self.coming_free()
         free, evictable = pool.runs.total, pool.tree.evictable
-        if reason == Reason.QUOTA:
-            free, coming, evictable = max(0, session.quota_left()), session.fenced, 0
+        limit = 0
+        if quota:
+            free, coming, limit = left_under(session, account, quota)
+            evictable = 0
         retry = pool.config.fence_patience if reason == Reason.FENCED else 0.1
         stalled: tuple[int, ...] = ()
         if reason == Reason.STALLED:
             stalled = tuple(self._stalled_sessions(now))
-        return Later(mine.handle, reason, need, free, coming, evictable, max(1, int(retry * 1000)), stalled)
+        retry_ms = max(1, int(retry * 1000))
+        return Later(mine.handle, reason, need, free, coming, evictable, retry_ms, stalled, quota, limit)
 
     def wait_for(self, session: Session, need: int, now: float, ticket: int, sequence: Sequence) -> Later:
         """LATER until `sequence` has committed its prompt or ended."""
@@ -243,7 +266,7 @@ class Admission:
                 del self.awaiting[settled.handle]
         if mine is None:
             self._check_tickets(session)
-            mine = Ticket(self.pool._handle(), session, need, now)
+            mine = Ticket(self.pool._handle(), session, sequence.account, need, now)
         else:
             self._remove(mine)
         mine.awaits, mine.ready = sequence.handle, -1.0
@@ -313,6 +336,12 @@ class Admission:
             return 0
         return sum(t.need for t in self.growth.values() if t.session is session)
 
+    def _growth_under(self, account: Account) -> int:
+        """The same of all sessions under an account."""
+        if not self.growth:
+            return 0
+        return sum(t.need for t in self.growth.values() if t.account is account)
+
     def _growth_held(self, before: int) -> int:
         """Slots that waiting growth of sequences older than handle `before` needs and its quota permits."""
         return sum(t.need for handle, t in self.growth.items() if handle < before and _within_quota(t))
@@ -322,15 +351,19 @@ class Admission:
     def grow(self, sequence: Sequence, need: int, now: float, ticket: int) -> Later | Never | None:
         """None when a running sequence may take `need` slots now; else LATER, or NEVER when it is the last one left."""
         pool = self.pool
-        session = sequence.session
+        session, account = sequence.session, sequence.account
         if ticket:
             self._mine(session, ticket)
         mine = self.growth.get(sequence.handle)
         deadline = session.owes.get(sequence.handle)
         if deadline is not None and deadline < now and self._overdue(session, now):
-            return self.refuse(session, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
+            return self.refuse(session, account, need, now, ticket, Reason.PREEMPT_FIRST, sequence)
         if session.charged + need > session.quota:
-            return self.starve(sequence, need, now, ticket, Reason.QUOTA)
+            return self.starve(sequence, need, now, ticket, Reason.QUOTA, Quota.SESSION)
+        if account.charged + need > account.slots:
+            return self.starve(sequence, need, now, ticket, Reason.QUOTA, Quota.SLOTS)
+        if account.unwritten + need > account.room:
+            return self.starve(sequence, need, now, ticket, Reason.QUOTA, Quota.RUNS)
         older = self._growth_held(sequence.handle) if self.growth else 0
         if self.window is not None and need + older > pool.runs.total + pool.tree.evictable:
             self.drop_window()  # growth comes first; the window's ticket keeps its age
@@ -340,11 +373,11 @@ class Admission:
         coming = self.coming_free()
         if need + older > free + evictable:
             if coming and need + older <= free + evictable + coming:
-                return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
+                return self.refuse(session, account, need, now, ticket, Reason.FENCED, sequence)
             return self.starve(sequence, need, now, ticket, Reason.MEMORY)
         patience = pool.config.fence_patience
         if need > free and free + coming >= need and (mine is None or now - mine.created < patience):
-            return self.refuse(session, need, now, ticket, Reason.FENCED, sequence)
+            return self.refuse(session, account, need, now, ticket, Reason.FENCED, sequence)
         return None
 
     def grown(self, sequence: Sequence) -> None:
@@ -355,24 +388,32 @@ class Admission:
         if not self.growth:
             self._relax()
 
-    def starve(self, sequence: Sequence, need: int, now: float, ticket: int, reason: Reason) -> Later | Never:
+    def starve(
+        self,
+        sequence: Sequence,
+        need: int,
+        now: float,
+        ticket: int,
+        reason: Reason,
+        quota: Quota = Quota.NONE,
+    ) -> Later | Never:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
-        session = sequence.session
+        session, account = sequence.session, sequence.account
         whole = reason == Reason.RUN
-        scope = self._scope(session, reason)
-        limit = min(session.quota, self.pool.usable)
+        scope = self._scope(sequence, quota)
+        limit, narrow = narrowest(session, account, self.pool.usable)
         if len(scope) == 1 and (
             (whole and self._hopeless(session.page, need)) or self._occupied(sequence) + need > limit
         ):
             mine = self.growth.get(sequence.handle)
             if mine is not None:
                 self._remove(mine)
-            return Never(self._occupied(sequence) + need, limit)
-        self.refuse(session, need, now, ticket, reason, sequence, contiguous=reason == Reason.RUN)
+            return Never(self._occupied(sequence) + need, limit, narrow)
+        self.refuse(session, account, need, now, ticket, reason, sequence, whole, quota)
         self._escalate(scope, now)
         if self._stuck(scope, sequence, now) and self._stalled_sessions(now):
             reason = Reason.STALLED
-        return self.refuse(session, need, now, ticket, reason, sequence, contiguous=whole)
+        return self.refuse(session, account, need, now, ticket, reason, sequence, whole, quota)
 
     def _occupied(self, sequence: Sequence) -> int:
         """Slots that a sequence keeps from all others: its own, copies included, and what it leases."""
@@ -402,10 +443,12 @@ class Admission:
             return False
         return True
 
-    def _scope(self, session: Session, reason: Reason) -> list[Sequence]:
+    def _scope(self, sequence: Sequence, quota: Quota) -> list[Sequence]:
         """The sequences under the limit that binds, oldest first."""
-        if reason == Reason.QUOTA:
-            return list(session.sequences.values())
+        if quota is Quota.SESSION:
+            return list(sequence.session.sequences.values())
+        if quota:
+            return [each for each in self.pool.sequences.values() if each.account is sequence.account]
         return list(self.pool.sequences.values())
 
     def _escalate(self, scope: list[Sequence], now: float) -> None:

@@ -160,7 +160,7 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
         for node in sequence.kept or ():
             holds[node] += 1
     for session in pool.sessions.values():
-        for node in session.pins.values():
+        for node in (*session.pins.values(), *session.kept):
             holds[node] += 1
         for _, _, fenced in session.fences:
             if fenced.node:
@@ -220,6 +220,8 @@ def _audit_tree(pool: Pool, wrong: list[str]) -> None:
 
 def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
     unwritten = 0
+    accounts = {id(each): each for each in (pool.everyone, *pool.accounts.values())}
+    sums: Counter[tuple[str, int]] = Counter()  # of each account
     charged: Counter[int] = Counter()
     fenced: Counter[int] = Counter()
     kinds: Counter[int] = Counter()
@@ -231,6 +233,7 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             )
         kinds[piece.kind] += piece.length
         charged[holders[0].session.handle] += piece.length
+        sums["charged", id(holders[0].account)] += piece.length
         if piece.refs != len(holders):
             wrong.append(
                 f"the range at slot {piece.extents[0]} counts {piece.refs} holders, {len(holders)} were found"
@@ -243,6 +246,10 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
         if sequence.session.sequences.get(sequence.handle) is not sequence:
             wrong.append(f"{who} and its session do not know each other")
         unwritten += sequence.capacity - sequence.length
+        accounts[id(sequence.account)] = sequence.account
+        sums["unwritten", id(sequence.account)] += sequence.capacity - sequence.length
+        if sequence.account is not pool.account_of.get(sequence.root):
+            wrong.append(f"{who} is under another account than its namespace")
         if (
             not 0 <= sequence.base <= sequence.length <= sequence.capacity
             or sequence.written > sequence.length
@@ -281,7 +288,11 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             if handle not in session.sequences:
                 wrong.append(f"session {session.handle} owes sequence {handle}, which has ended")
         for _, _, entry in session.fences:
-            fenced[session.handle] += sum(piece.length for piece in entry.ranges)
+            length = sum(piece.length for piece in entry.ranges)
+            fenced[session.handle] += length
+            accounts[id(entry.account)] = entry.account
+            sums["fenced", id(entry.account)] += length
+            sums["charged", id(entry.account)] += length
         for node in session.pins.values():
             pinned += pool.tree.depth[node] + pool.tree.length[node]
         swept = sum(piece.length for piece, state in session.swept.values() if state == FENCED)
@@ -307,6 +318,18 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             wrong.append(
                 f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}"
             )
+    for key, account in accounts.items():
+        for name, says in (
+            ("charged", account.charged), ("fenced", account.fenced), ("unwritten", account.unwritten),
+        ):  # fmt: skip
+            if sums[name, key] != says:
+                wrong.append(f"account {account.name!r}: {name} is {says}, {sums[name, key]} were found")
+        if account.charged > account.ceiling:
+            wrong.append(
+                f"account {account.name!r} is charged {account.charged} slots over its limit {account.ceiling}"
+            )
+    if pool.account_of.keys() != pool.roots.keys():
+        wrong.append("namespaces and their accounts differ")
     admission = pool.admission
     for name, is_, says in (
         ("unwritten", unwritten, pool.unwritten),

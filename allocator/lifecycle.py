@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from kvslot.allocator.accounts import Account
 from kvslot.allocator.config import MAX_SPACES
 from kvslot.allocator.errors import BadRequest, EndedHandle, OutOfTurn, UnknownHandle
 from kvslot.allocator.results import UNLIMITED, Space
@@ -233,7 +234,11 @@ class Lifecycle(Tables):
         while session.pins and budget > 0:
             self.unpin(session, next(reversed(session.pins)))
             budget -= 1
-        if not session.sequences and not session.fences and not session.pins:
+        while session.kept and budget > 0:
+            self.tick += 1
+            self.tree.unhold(session.kept.pop(), self.tick)
+            budget -= 1
+        if not (session.sequences or session.fences or session.pins or session.kept):
             session.life = Life.ENDED
             self.moves.ended(session)
             self._sweeping.remove(session)
@@ -261,6 +266,22 @@ class Lifecycle(Tables):
         while fences and fences[0][0] <= passed:
             self._unfence(session, heapq.heappop(fences)[2])
 
+    def limit(self, tenant: str | None, *, slots: int = UNLIMITED, runs: int = UNLIMITED) -> Account:
+        """Bounds what a tenant (None: all that have no account, together) holds: slots, and growth runs in reserve.
+
+        Concerns its namespaces that are opened from now on, and those under the account it has.  Lowered below what is
+        held, a limit takes nothing away.  Returns the account.
+        """
+        if slots < 1 or runs < 1:
+            raise BadRequest(f"limits of {slots} slots and {runs} runs: each is at least one")
+        room = UNLIMITED if runs >= UNLIMITED else runs * self.quantum
+        account = self.everyone if tenant is None else self.accounts.get(tenant)
+        if account is None:
+            assert tenant is not None
+            account = self.accounts[tenant] = Account(tenant)
+        account.limit(slots=min(slots, UNLIMITED), room=min(room, UNLIMITED))
+        return account
+
     def open_space(self, space: Space) -> int:
         """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""
         root = self.spaces.get(space)
@@ -269,6 +290,9 @@ class Lifecycle(Tables):
                 raise BadRequest(f"{MAX_SPACES} namespaces are open; close one that is not used")
             root = self.spaces[space] = self.tree.root()
             self.roots[root] = space
+            self.account_of[root] = self.accounts.get(space.tenant, self.everyone)
+            if self.ledger.recorder is not None:
+                self.ledger.recorder.opened(root, space)
         return root
 
     def close_space(self, root: int) -> None:
@@ -277,7 +301,10 @@ class Lifecycle(Tables):
             raise UnknownHandle(f"no namespace {root} is open")
         if self.tree.kid[root] or self.tree.holds[root] > 1:
             raise OutOfTurn(f"namespace {root} is in use, or has cached prefixes")
+        if self.ledger.recorder is not None:
+            self.ledger.recorder.closed(root)
         del self.spaces[self.roots.pop(root)]
+        del self.account_of[root]
         self.tree.remove_root(root)
 
     def pin(self, session: Session, root: int, tokens: bytes) -> tuple[int, int]:

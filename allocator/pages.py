@@ -6,6 +6,7 @@ own, so that no page is written by two.
 
 from __future__ import annotations
 
+from kvslot.allocator.accounts import Quota, narrowest
 from kvslot.allocator.errors import Refusal
 from kvslot.allocator.extents import joined, split_extents
 from kvslot.allocator.results import Admitted, Copy, Grown, Later, Never, Reason
@@ -31,9 +32,11 @@ class Pages(Tables):
         tree, page = self.tree, session.page
         n = len(tokens) >> 2
         pages = -(-n // page) * page
-        limit = min(session.quota, self.usable) // page * page
+        account = self.account_of[root]
+        limit, quota = narrowest(session, account, self.usable)
+        limit -= limit % page
         if pages > limit:
-            return Never(pages, limit)
+            return Never(pages, limit, quota)
         extents: list[int] = []
         tree.path_extents(path, hit, extents)
         # Where two nodes meet inside a page and stand in different ones, the page is put together in one of ours.
@@ -70,7 +73,9 @@ class Pages(Tables):
         mine = self.admission.waiting.get(ticket)
         own: list[int] = []
         try:
-            later = self.admission.admit(session, need, evictable - tree.evictable, now, ticket, False)
+            later = self.admission.admit(
+                session, account, need, evictable - tree.evictable, now, ticket, False
+            )
         except Refusal:
             tree.unhold(node, tree.tick[node])
             raise
@@ -84,7 +89,7 @@ class Pages(Tables):
                 if mine is not None:
                     self.admission.requeue(mine)
                 try:
-                    later = self.admission.refuse(session, need, now, ticket, Reason.RUN)
+                    later = self.admission.refuse(session, account, need, now, ticket, Reason.RUN)
                 except Refusal:
                     tree.unhold(node, tree.tick[node])
                     raise
@@ -114,13 +119,21 @@ class Pages(Tables):
         asked = tokens or self.quantum
         # Room in whole pages; a page shared or published in part is copied, our own with free slots behind is not.
         need = -(-(part + asked) // page) * page
-        limit = min(session.quota, self.usable) // page * page
+        account = sequence.account
+        limit, quota = narrowest(session, account, self.usable)
+        limit -= limit % page
         occupied = capacity - part - sequence.dropped
         if occupied + need > limit:
             # A growth run may be shorter, as long as it is a page; what was asked for by number may not.
             need = (limit - occupied) // page * page
             if tokens or need <= 0:
-                return Never(occupied + -(-(part + (tokens or 1)) // page) * page, limit)
+                return Never(occupied + -(-(part + (tokens or 1)) // page) * page, limit, quota)
+        if account.unwritten + need > account.room:
+            if (need if tokens else page) > account.room:
+                return Never(need if tokens else page, account.room, Quota.RUNS)
+            if not tokens:
+                # A growth run may be shorter, as long as it is a page.
+                need = max(page, (account.room - account.unwritten) // page * page)
         end, _, piece = self._tail(sequence) if capacity else (-1, 0, None)
         copies: list[Copy] = []
         beside = False
@@ -133,7 +146,14 @@ class Pages(Tables):
             if beside:
                 need = page - part
         want = need if beside else need - part
-        if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
+        if (
+            need > runs.total
+            or self.admission.busy
+            or session.owes
+            or session.charged + need > session.quota
+            or account.charged + need > account.slots
+            or account.unwritten + need > account.room
+        ):
             later = self.admission.grow(sequence, need, now, ticket)
             if later is not None:
                 return later
@@ -161,6 +181,8 @@ class Pages(Tables):
                 self._own(sequence, capacity, out)
         sequence.capacity = capacity + want
         session.charged += need
+        account.charged += need
+        account.unwritten += want
         self.unwritten += want
         self.extents_given += len(out) >> 1
         self.extent_tokens += need

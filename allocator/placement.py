@@ -7,6 +7,7 @@ aside or given back, and the ledger says whose they are.
 from __future__ import annotations
 
 from kvslot.allocator import eviction
+from kvslot.allocator.accounts import Account
 from kvslot.allocator.admission import Admission
 from kvslot.allocator.config import PoolConfig, check_config
 from kvslot.allocator.errors import EndedHandle, ForeignHandle, UnknownHandle
@@ -64,6 +65,9 @@ class Placement:
         self.sessions: dict[int, Session] = {}
         self.spaces: dict[Space, int] = {}
         self.roots: dict[int, Space] = {}
+        self.everyone = Account()  # of all tenants without one of their own
+        self.accounts: dict[str, Account] = {}  # by tenant
+        self.account_of: dict[int, Account] = {}  # by root
         self.sequences: dict[int, Sequence] = {}
         self.promised: dict[
             tuple[int, int, bytes], Sequence
@@ -85,6 +89,7 @@ class Placement:
         self.extent_tokens = 0
         self.hit_tokens = 0
         self.prompt_tokens = 0
+        self.lost_hit_tokens = 0  # cached, and no use to a session of whole pages
         self.bad_handles = 0
 
     def _place(

@@ -10,6 +10,7 @@ while a submitted step of whoever had it may still touch it.  `audit()` recounts
 
 from __future__ import annotations
 
+from kvslot.allocator.accounts import Quota, narrowest
 from kvslot.allocator.config import check_priority
 from kvslot.allocator.errors import BadRequest, OutOfTurn, Refusal
 from kvslot.allocator.lifecycle import Lifecycle
@@ -97,7 +98,8 @@ class Pool(Lifecycle, Pages):
         if (
             wait_for_commit
             and self.promised
-            and -(-n // session.page) * session.page <= min(session.quota, self.usable)
+            and -(-n // session.page) * session.page
+            <= narrowest(session, self.account_of[root], self.usable)[0]
         ):
             sequence = self._promise(root, tokens, path, hit)
             if sequence is not None:
@@ -107,10 +109,13 @@ class Pool(Lifecycle, Pages):
                 raise BadRequest(
                     "contiguous: a session that reads whole pages places them by its block table"
                 )
-            return self._allocate_pages(session, root, tokens, path, hit, now, ticket, priority)
-        limit = session.quota if session.quota < self.usable else self.usable
-        if n > limit:
-            return Never(n, limit)
+            paged = self._allocate_pages(session, root, tokens, path, hit, now, ticket, priority)
+            if type(paged) is Admitted:
+                self.lost_hit_tokens += hit - paged.hit
+            return paged
+        account = self.account_of[root]
+        if n > session.quota or n > account.slots or n > self.usable:
+            return Never(n, *narrowest(session, account, self.usable))
         node = path[-1] if path else root
         evictable = tree.evictable
         tree.hold(node)
@@ -123,6 +128,8 @@ class Pool(Lifecycle, Pages):
             or self.admission.busy
             or session.owes
             or session.charged + want > session.quota
+            or account.charged + want > account.slots
+            or account.unwritten + want - need > account.room
             or self.ledger.counts[FENCED]
             or contiguous
             or ticket
@@ -131,12 +138,13 @@ class Pool(Lifecycle, Pages):
                 path
                 and hit < tree.depth[node] + tree.length[node]
                 and session.charged + need <= session.quota
+                and account.charged + need <= account.slots
             ):
                 node = path[-1] = self._hold_less(node, hit)
                 spare = self.runs.total + tree.evictable - need
             try:
                 later = self.admission.admit(
-                    session, need, evictable - tree.evictable, now, ticket, contiguous
+                    session, account, need, evictable - tree.evictable, now, ticket, contiguous
                 )
             except Refusal:
                 tree.unhold(node, tree.tick[node])
@@ -149,6 +157,8 @@ class Pool(Lifecycle, Pages):
                 contiguous
                 or spare < 2 * self.quantum + self.admission.held_back()
                 or session.charged + want > session.quota
+                or account.charged + want > account.slots
+                or account.unwritten + want - need > account.room
             ):
                 want = need
         if session.append == "peel" and path and want != need:
@@ -168,25 +178,41 @@ class Pool(Lifecycle, Pages):
         now = self.now = max(now, self.now)
         if session.page > 1:
             return self._extend_pages(session, sequence, tokens, now, ticket)
+        account = sequence.account
         want = tokens or self.quantum
-        limit = min(session.quota, self.usable)
+        limit = min(session.quota, account.slots, self.usable)
         occupied = sequence.capacity - sequence.dropped
         if occupied + want > limit:
             want = limit - occupied
             if want < (tokens or 1):
-                return Never(occupied + (tokens or 1), limit)
+                return Never(occupied + (tokens or 1), *narrowest(session, account, self.usable))
+        if account.unwritten + want > account.room:
+            if tokens > account.room:
+                return Never(tokens, account.room, Quota.RUNS)
+            if not tokens and account.unwritten < account.room:
+                want = account.room - account.unwritten  # less than a run is better than a refusal
         position = sequence.capacity
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
         if peel and (
-            want + peel > runs.total + self.tree.evictable or session.charged + want + peel > session.quota
+            want + peel > runs.total + self.tree.evictable
+            or session.charged + want + peel > session.quota
+            or account.charged + want + peel > account.slots
+            or account.unwritten + want + peel > account.room
         ):
             peel = 0  # a copy is a convenience; linking new slots costs no memory
         if not tokens and want > runs.total + self.tree.evictable:
             # Less than a run is better than a refusal while there is anything to be had.
             want = max(1, runs.total + self.tree.evictable - peel)
         need = want + peel
-        if need > runs.total or self.admission.busy or session.owes or session.charged + need > session.quota:
+        if (
+            need > runs.total
+            or self.admission.busy
+            or session.owes
+            or session.charged + need > session.quota
+            or account.charged + need > account.slots
+            or account.unwritten + need > account.room
+        ):
             later = self.admission.grow(sequence, need, now, ticket)
             if later is not None:
                 return later
@@ -198,7 +224,11 @@ class Pool(Lifecycle, Pages):
         if left >= want or (not tokens and left * 4 >= want):
             if not tokens:
                 whole = want + -(last + want) % cell  # to the end of a cell
-                if session.charged + whole <= session.quota:
+                if (
+                    session.charged + whole <= session.quota
+                    and account.charged + whole <= account.slots
+                    and account.unwritten + whole <= account.room
+                ):
                     want = whole
             want = min(want, left)
             runs.take_within(last, last, want)
@@ -219,6 +249,8 @@ class Pool(Lifecycle, Pages):
             self._own(sequence, position, out)
         sequence.capacity = position + want
         session.charged += want + peel
+        account.charged += want + peel
+        account.unwritten += want
         self.unwritten += want
         self.extents_given += len(out) >> 1
         self.extent_tokens += want + peel
@@ -233,6 +265,7 @@ class Pool(Lifecycle, Pages):
             raise BadRequest(f"written up to {length}, but the sequence has room for {sequence.capacity}")
         if length > sequence.length:
             self.unwritten -= length - sequence.length
+            sequence.account.unwritten -= length - sequence.length
             sequence.length = length
         if length > sequence.written:
             sequence.written = length
@@ -269,6 +302,7 @@ class Pool(Lifecycle, Pages):
             check_priority(priority)
         if length > sequence.length:
             self.unwritten -= length - sequence.length
+            sequence.account.unwritten -= length - sequence.length
             sequence.length = length
         if length > sequence.written:
             sequence.written = length
@@ -299,14 +333,14 @@ class Pool(Lifecycle, Pages):
             raise BadRequest("fork of a sequence whose front was trimmed")
         now = self.now = max(now, self.now)
         if session.owes or ticket:
-            later = self.admission.admit_fork(session, now, ticket)
+            later = self.admission.admit_fork(session, sequence.account, now, ticket)
             if later is not None:
                 return later
         self.serial = child_handle = self.serial + 1
         own: list[Range] = []
         child = Sequence(
-            child_handle, session, sequence.root, sequence.node, min(sequence.base, length), length, length,
-            sequence.tokens, sequence.tokens_from, own, sequence.priority, length,
+            child_handle, session, sequence.account, sequence.root, sequence.node, min(sequence.base, length), length,
+            length, sequence.tokens, sequence.tokens_from, own, sequence.priority, length,
         )  # fmt: skip
         child.past, child.prompt = sequence.past, sequence.prompt
         for piece in list(sequence.own):
@@ -459,6 +493,7 @@ class Pool(Lifecycle, Pages):
             extent_tokens=self.extent_tokens,
             hit_tokens=self.hit_tokens,
             prompt_tokens=self.prompt_tokens,
+            lost_hit_tokens=self.lost_hit_tokens,
             bad_handles=self.bad_handles,
             late_completions=self.moves.late_completions,
             pinned_waste_tokens=counts[FREE] - runs.blocks_free * self.block_size,

@@ -88,6 +88,8 @@ class Later(msgspec.Struct, frozen=True, gc=False):
     evictable: int
     retry_after_ms: int
     stalled: tuple[int, ...] = ()
+    quota: str = ""  # which one binds (accounts.Quota), where one does
+    limit: int = 0  # ... and how many slots it allows
 
 
 class Never(msgspec.Struct, frozen=True, gc=False):
@@ -95,6 +97,7 @@ class Never(msgspec.Struct, frozen=True, gc=False):
 
     needed: int
     limit: int
+    quota: str = ""  # which one it is (accounts.Quota); empty: the pool's size
 
 
 # -- pushes: what the core wants told to a session ------------------------------------------------------------------
@@ -185,6 +188,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     extent_tokens: int
     hit_tokens: int
     prompt_tokens: int
+    lost_hit_tokens: int  # of hits that whole pages cut short
     bad_handles: int
     late_completions: int
     internal_fragmentation: float  # 1 - tokens_held / (slots of blocks in use - unwritten)

@@ -26,6 +26,7 @@ import msgspec
 from kvslot.allocator.results import UNLIMITED, Moved
 
 if TYPE_CHECKING:
+    from kvslot.allocator.accounts import Account
     from kvslot.allocator.moves import Retired
 
 OWN, DUPLICATE, PEELED = range(3)
@@ -52,6 +53,7 @@ class Sequence(msgspec.Struct, gc=False, eq=False):
 
     handle: int
     session: Session
+    account: Account  # of its namespace's tenant
     root: int
     node: int  # deepest node held
     base: int  # positions [0, base) are on the path to `node`
@@ -95,6 +97,7 @@ class Fenced(msgspec.Struct, gc=False):
 
     ranges: list[Range]
     node: int
+    account: Account
 
 
 class Session:
@@ -109,7 +112,9 @@ class Session:
         "fences",
         "group",
         "handle",
+        "kept",
         "life",
+        "mark",
         "marking",
         "movable",
         "moved",
@@ -134,6 +139,7 @@ class Session:
         self, handle: int, *, page: int, quota: int, append: str, peel_max: int, movable: bool
     ) -> None:
         self.handle = handle
+        self.mark = 0  # what a journal knows it by
         self.page = page  # slots per page of its kernels; 1 for token-granular ones
         self.quota = quota
         self.append = append
@@ -141,6 +147,7 @@ class Session:
         self.movable = movable
         self.sequences: dict[int, Sequence] = {}
         self.pins: dict[int, int] = {}  # pin handle -> node
+        self.kept: list[int] = []  # nodes that it may read since an earlier life of the pool (restore.py)
         self.charged = 0  # private, fenced and quarantined slots it took
         self.submitted = 0
         self.completed = 0

@@ -42,6 +42,7 @@ class Tables(Placement):
         self.serial = handle = self.serial + 1
         position = hit - copied
         room = own[1] if len(own) == 2 else sum(own[1::2])
+        self.ledger.holder = session.mark
         self.ledger.shift_all(own, room, FREE, PRIVATE)
         ranges = [Range(position, own, room)]
         capacity = position + room
@@ -49,8 +50,13 @@ class Tables(Placement):
             join(extents, own)
         else:
             extents += own
+        account = self.account_of[root]
         session.charged += capacity - hit + copied
-        sequence = Sequence(handle, session, root, node, hit, n, capacity, tokens, 0, ranges, priority)
+        account.charged += capacity - hit + copied
+        account.unwritten += capacity - n
+        sequence = Sequence(
+            handle, session, account, root, node, hit, n, capacity, tokens, 0, ranges, priority
+        )
         if tree.learns:
             sequence.prompt = n
             sequence.past = self._reuse(root, path, tokens, hit)
@@ -64,7 +70,9 @@ class Tables(Placement):
         self.unwritten += capacity - n
         self.extents_given += len(extents) >> 1
         self.extent_tokens += capacity
-        self.hit_tokens += hit
+        if hit:
+            tree.hits[node] += 1
+            self.hit_tokens += hit
         self.prompt_tokens += n
         return Admitted(handle, hit, capacity, extents, [])
 
@@ -95,6 +103,7 @@ class Tables(Placement):
             or end in self.runs.length_at
             or spare < peel
             or session.charged + count * self.cell > session.quota
+            or self.account_of[root].charged + count * self.cell > self.account_of[root].slots
         ):
             return None
         own = self._cells(count, REUSED, root, now)
@@ -124,6 +133,7 @@ class Tables(Placement):
             _, behind = split_extents(places, page * index) if index else ([], places)
             slot = behind[0]
             ranges.append(Range(first, [slot, page], page, PEELED))
+            self.ledger.holder = session.mark
             self.ledger.shift(slot, page, FREE, PRIVATE)
             answer.copies += copies_of(extents, first, page, slot)
         if part:
@@ -138,6 +148,7 @@ class Tables(Placement):
             last.kind = PEELED
         sequence.own[:0] = ranges
         session.charged += page * len(joints)
+        sequence.account.charged += page * len(joints)
         copied = page * len(joints) + part
         self.peeled += copied
         self.copied_tokens += copied
@@ -223,6 +234,10 @@ class Tables(Placement):
                 if taken:
                     key = tokens[at : at + 4 * taken]
                     parent = node
+                    if self.ledger.recorder is not None:
+                        before = tree.end_slot(node) - 1 if node != root else -1
+                        self.ledger.recorder.publish(extents, key, before, root, sequence.priority, expiry)
+                    self.ledger.shift_all(extents, taken, PRIVATE, CACHED)
                     node = tree.add(node, key, extents, tick)
                     if tree.learns:
                         tree.evictor.created(node, parent, sequence.past, position >= sequence.prompt)
@@ -255,7 +270,7 @@ class Tables(Placement):
     def _gather(
         self, sequence: Sequence, start: int, stop: int, shared: list[Range]
     ) -> tuple[list[int], int]:
-        """Takes the slots of positions [start, stop) out of the sequence's own ranges for a new node.
+        """Takes the slots of positions [start, stop) out of the sequence's own ranges for a new node; private as yet.
 
         Stops at the first position without a slot (trimmed away).  Returns flat extents and the tokens they hold;
         ranges that forks hold too are added to `shared`.
@@ -265,8 +280,7 @@ class Tables(Placement):
         own = sequence.own
         extents: list[int] = []
         position = start
-        session = sequence.session
-        shift_all = self.ledger.shift_all
+        session, account = sequence.session, sequence.account
         index = 0
         while index < len(own) and position < stop:
             piece = own[index]
@@ -287,8 +301,8 @@ class Tables(Placement):
                 self.peeled -= n
             elif piece.kind == DUPLICATE:
                 self.duplicates -= n
-            shift_all(piece.extents, n, PRIVATE, CACHED)
             session.charged -= n
+            account.charged -= n
             if piece.holders is None:
                 del own[index]
             else:
@@ -340,7 +354,7 @@ class Tables(Placement):
         if piece.fence > session.passed():
             # A fork that let go may still read these slots until its step has completed.
             self.tree.hold(node)
-            session.fence(piece.fence, Fenced([], node))
+            session.fence(piece.fence, Fenced([], node, sequence.account))
         for holder in piece.holders or ():
             if holder is sequence:
                 continue
@@ -366,7 +380,9 @@ class Tables(Placement):
             self.admission.forget_sequence(handle)
         if sequence.promised is not None:
             self._settle(sequence, published=False)
-        self.unwritten -= sequence.capacity - sequence.length
+        room = sequence.capacity - sequence.length
+        self.unwritten -= room
+        sequence.account.unwritten -= room
         pieces = sequence.own
         if sequence.sources:
             pieces = pieces + sequence.sources
@@ -382,7 +398,7 @@ class Tables(Placement):
 
     def _let_go(self, sequence: Sequence, pieces: list[Range], node: int, fence: int) -> None:
         """Gives up ranges (out of the table already) and, when not 0, a hold on `node`, both behind `fence`."""
-        session = sequence.session
+        session, account = sequence.session, sequence.account
         passed = session.passed()
         if fence <= passed and not (
             pieces and (len(pieces) > 1 or pieces[0].holders or pieces[0].fence or pieces[0].kind)
@@ -391,6 +407,7 @@ class Tables(Placement):
             if pieces:
                 piece = pieces[0]
                 session.charged -= piece.length
+                account.charged -= piece.length
                 self._release(piece.extents, piece.length, PRIVATE)
             if node:
                 self.tree.unhold(node, self.tick)
@@ -416,25 +433,31 @@ class Tables(Placement):
                 self.peeled -= piece.length
             if last <= passed:
                 session.charged -= piece.length
+                account.charged -= piece.length
                 self._release(piece.extents, piece.length, PRIVATE)
             elif last == fence:
                 self.ledger.shift_all(piece.extents, piece.length, PRIVATE, FENCED)
                 session.fenced += piece.length
+                account.fenced += piece.length
                 waiting.append(piece)
             else:
                 self.ledger.shift_all(piece.extents, piece.length, PRIVATE, FENCED)
                 session.fenced += piece.length
-                session.fence(last, Fenced([piece], 0))
+                account.fenced += piece.length
+                session.fence(last, Fenced([piece], 0, account))
         if fence <= passed:
             if node:
                 self.tree.unhold(node, self.tick)
         elif waiting or node:
-            session.fence(fence, Fenced(waiting, node))
+            session.fence(fence, Fenced(waiting, node, account))
 
     def _unfence(self, session: Session, fenced: Fenced) -> None:
+        account = fenced.account
         for piece in fenced.ranges:
             session.charged -= piece.length
             session.fenced -= piece.length
+            account.charged -= piece.length
+            account.fenced -= piece.length
             self._release(piece.extents, piece.length, FENCED)
         if fenced.node:
             self.tree.unhold(fenced.node, self.tree.tick[fenced.node])
@@ -505,7 +528,9 @@ class Tables(Placement):
             piece.position = position
             position += piece.length
         sequence.capacity = position
-        self.unwritten += (sequence.capacity - sequence.length) - before
+        more = (sequence.capacity - sequence.length) - before
+        self.unwritten += more
+        sequence.account.unwritten += more
         self._let_go(sequence, dropped, node, fence)
 
     def _tokens_from_tree(self, sequence: Sequence, known: int) -> None:
@@ -527,6 +552,7 @@ class Tables(Placement):
         length = sum(extents[1::2])
         if not length:
             return
+        self.ledger.holder = sequence.session.mark
         self.ledger.shift_all(extents, length, FREE, PRIVATE)
         own = sequence.own
         last = own[-1] if own else None

@@ -46,7 +46,7 @@ def test_never_names_the_limit_even_when_busy() -> None:
     s, small = pool.open_session(), pool.open_session(quota=6)
     admit(pool, s, fresh(16, 0))
     assert pool.allocate(s, root(pool), fresh(17, 100)) == Never(17, 16)
-    assert pool.allocate(small, root(pool), fresh(7, 100)) == Never(7, 6)
+    assert pool.allocate(small, root(pool), fresh(7, 100)) == Never(7, 6, "session")
     assert isinstance(pool.allocate(s, root(pool), fresh(16, 100)), Later)
     sound(pool)
 

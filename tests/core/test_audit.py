@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvslot.allocator import Pool, audit
+from kvslot.allocator import Account, Pool, audit
 from kvslot.allocator.runs import FreeRuns
 
 from .tools import admit, cache, fresh, later, make, root, sound, step
@@ -122,6 +122,11 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "the pinned": lambda p: bump(p, "pinned"),
     "what a session is charged": lambda p: bump(a_session(p), "charged"),
     "what a session has fenced": lambda p: bump(a_session(p), "fenced", -1),
+    "what a tenant is charged": lambda p: bump(p.everyone, "charged"),
+    "what a tenant has fenced": lambda p: bump(p.everyone, "fenced"),
+    "what a tenant has in reserve": lambda p: bump(p.everyone, "unwritten", -1),
+    "a tenant's limit passed": lambda p: (setattr(p.everyone, "slots", 1), setattr(p.everyone, "ceiling", 1)),
+    "a namespace under another account": lambda p: p.account_of.update(dict.fromkeys(p.account_of, Account("x"))),
     "a fence lost": lambda p: a_session(p).fences.pop(),  # type: ignore[attr-defined]
     "a pin lost": lambda p: next(s for s in p.sessions.values() if s.pins).pins.popitem(),
     "a quota passed": lambda p: setattr(a_session(p), "quota", 1),

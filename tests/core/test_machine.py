@@ -37,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         quantum=st.sampled_from((0, 1, 3)),
         append=st.sampled_from(("chain", "peel")),
         ahead=FLAG,
+        limits=st.sampled_from((None, None, (7, 1), (UNLIMITED, 2), (13, UNLIMITED))),
         seed=PICK,
     )
     def begin(
@@ -49,6 +50,7 @@ class PoolMachine(RuleBasedStateMachine):
         quantum: int,
         append: str,
         ahead: bool,
+        limits: tuple[int, int] | None,
         seed: int,
     ) -> None:
         config = PoolConfig(
@@ -59,6 +61,8 @@ class PoolMachine(RuleBasedStateMachine):
         schedule = Schedule(latency_max=0.1, notice_max=0.1, failures=0.2)
         self.world = World(config, seed=seed, schedule=schedule, vocabulary=2)
         self.world.pool.runs.long, self.world.pool.many = 1, 1  # what only long requests do elsewhere
+        if limits is not None:
+            self.world.pool.limit("a", slots=limits[0], runs=limits[1])
         self.roots = [self.world.root(tenant) for tenant in "ab"]
         self.tickets = {}
         self.world.engine()

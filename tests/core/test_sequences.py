@@ -122,7 +122,7 @@ def test_growth_over_the_limit_is_never_and_changes_nothing() -> None:
     s = pool.open_session(quota=12)
     a = admit(pool, s, fresh(10, 0))
     before = pool.table(s, a.sequence)
-    assert pool.extend(s, a.sequence, tokens=12) == Never(a.capacity + 12, 12)
+    assert pool.extend(s, a.sequence, tokens=12) == Never(a.capacity + 12, 12, "session")
     assert pool.table(s, a.sequence) == before
     sound(pool)
 

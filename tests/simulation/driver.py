@@ -63,6 +63,10 @@ class Driver:
         if self.config.ahead:
             # What only long requests do elsewhere.
             self.world.pool.runs.long = self.world.pool.many = 1
+        if seed % 5 == 4:
+            # Off the generator's path, as in `configure`.
+            usable = self.world.pool.usable
+            self.world.pool.limit("a", slots=1 + usable * (1 + seed % 7) // 8, runs=1 + seed % 4)
         self.roots = [self.world.root(tenant) for tenant in "ab"]
         self.prompts: list[list[int]] = []
         self.tickets: dict[int, tuple[Engine, int, list[int], bool]] = {}

@@ -26,7 +26,7 @@ from kvslot.allocator.sessions import Session
 from kvslot.allocator.slots import Ledger
 from kvslot.allocator.tree import PrefixTree
 
-from ..core import test_admission, test_eviction, test_moves, test_sequences, test_sessions
+from ..core import test_accounts, test_admission, test_eviction, test_moves, test_sequences, test_sessions
 from .histories import KINDS
 
 SEEDS = 400
@@ -79,12 +79,18 @@ CANARIES = [
     C("3.5 fenced memory is not free", Admission, "_admit", "free, evictable = pool.runs.total, pool.tree.evictable", "free, evictable = pool.runs.total + pool.ledger.counts[3], pool.tree.evictable"),
     C("3.5 the watermark holds back new requests", Admission, "_admit", "watermark = self._for_growth()", "watermark = 0"),
     C("3.5 the watermark is waived while nothing runs", Admission, "_for_growth", "if not pool.sequences:", "if False:", test_admission.test_watermark_holds_back_new_requests_only),
-    C("3.5 NEVER for what cannot fit", Pool, "allocate", "if n > limit:", "if n > 2 * limit:"),
-    C("3.5 NEVER names the caller's limit", Pool, "allocate", "return Never(n, limit)", "return Never(n, self.usable)"),
+    C("3.5 NEVER for what cannot fit", Pool, "allocate", "if n > session.quota or n > account.slots or n > self.usable:", "if n > 2 * self.usable:"),
+    C("3.5 NEVER names the caller's limit", Pool, "allocate", "*narrowest(session, account, self.usable)", "self.usable"),
     C("3.5 not NEVER while memory comes back", Admission, "starve", "self._occupied(sequence) + need > limit", "True"),
     C("3.5 not NEVER by an old count of pages", Admission, "_hopeless", "whole_pages(self.pool, page) * page >= need", "False", test_admission.test_growth_in_whole_pages_is_given_up_only_after_a_count),
     C("3.5 quotas bind", Admission, "_admit", "if session.charged + need + self._growth_of(session) > session.quota:", "if False:"),
     C("3.5 quotas bind growth", Admission, "grow", "if session.charged + need > session.quota:", "if False:"),
+    C("3.5 a tenant's quota binds", Admission, "_admit", "if account.charged + need + self._growth_under(account) > account.slots:", "if False:"),
+    C("3.5 a tenant's quota binds growth", Admission, "grow", "if account.charged + need > account.slots:", "if False:"),
+    C("3.5 a tenant's runs in reserve are bounded", Admission, "grow", "if account.unwritten + need > account.room:", "if False:", test_accounts.test_growth_waits_for_runs_in_reserve),
+    C("3.5 growth of a tenant comes before its new requests", Admission, "_admit", "need + self._growth_under(account)", "need", test_accounts.test_a_tenants_growth_comes_before_its_new_requests),
+    C("3.5 a tenant is charged until its slots are free", Pool, "_unfence", "account.charged -= piece.length", "pass"),
+    C("3.5 who waits for a quota holds nobody back", Admission, "pump", "if not _within_quota(ticket):", "if False:", test_accounts.test_who_waits_for_a_tenants_quota_holds_nobody_back),
     C("3.5 what is leased is not evicted", PrefixTree, "hold", "if not self.kid[node]:", "if False:"),
     C("3.5 what is pinned is not evicted", Pool, "pin", "tree.hold(node)", "pass"),
     C("3.5 no more is evicted than needed", Pool, "_evict_cells", "and runs.total < most and rounds:", "and tree.evictable and rounds:", test_eviction.test_scattered_leaves_are_not_all_given_up_for_a_cell),

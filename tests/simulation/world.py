@@ -30,6 +30,7 @@ from kvslot.allocator import (
     Never,
     Pool,
     PoolConfig,
+    Quota,
     Reason,
     Session,
     Space,
@@ -88,7 +89,12 @@ def expand(extents: list[int]) -> list[int]:
 
 
 def _within_quota(ticket: Ticket) -> bool:
-    return ticket.session.charged + ticket.need <= ticket.session.quota
+    account = ticket.account
+    return (
+        ticket.session.charged + ticket.need <= ticket.session.quota
+        and account.charged + ticket.need <= account.slots
+        and (ticket.sequence is None or account.unwritten + ticket.need <= account.room)
+    )
 
 
 @dataclass(eq=False)
@@ -344,10 +350,21 @@ class World:
             require(self.shadow[self.cached[value][0]] == CACHED, "the twin's slot is not cached")
         require(pool.duplicates == len(self.duplicates), "duplicates:", pool.duplicates, self.duplicates)
         require(pool.peeled == len(self.peeled), "peeled:", pool.peeled, self.peeled)
+        own: dict[int, set[int]] = {}  # by namespace: what its sequences have that nobody else can use
         for engine in self.engines:
             if engine.life in ("live", "lost"):
                 for seq in engine.seqs.values():
                     self.check_seq(seq)
+                    mine = own.setdefault(seq.root, set())
+                    mine.update(
+                        s for s in seq.table[seq.kept_from :] if self.shadow[s] in (PRIVATE, QUARANTINED)
+                    )
+        for root, slots in own.items():
+            account = pool.account_of[root]
+            require(
+                len(slots) <= account.slots, "tenant", account.name, "has", len(slots), "of", account.slots
+            )
+            require(len(slots) <= account.charged, "tenant", account.name, "is charged", account.charged)
 
     def check_seq(self, seq: Seq) -> None:
         """A sequence's table is what its engine believes, and reads as its own tokens."""
@@ -421,6 +438,16 @@ class World:
     def root(self, tenant: str = "a") -> int:
         return self.pool.open_space(Space(tenant))
 
+    def limit_of(self, engine: Engine, root: int) -> tuple[int, Quota]:
+        """The most that a sequence may have, in whole pages, and which quota says so."""
+        limits = [
+            (self.pool.usable, Quota.NONE),
+            (engine.session.quota, Quota.SESSION),
+            (self.pool.account_of[root].slots, Quota.SLOTS),
+        ]
+        limit, quota = min(limits, key=lambda each: each[0])
+        return limit // engine.page * engine.page, quota
+
     def engine(
         self,
         *,
@@ -455,7 +482,7 @@ class World:
         expected = self.expected_hit(values, page)
         broken = self.broken_pages(values, expected, page) if page > 1 else set()
         pages = -(-n // page) * page
-        limit = min(engine.session.quota, pool.usable) // page * page
+        limit, quota = self.limit_of(engine, root)
         free, evicted = pool.runs.total, self.evicted
         window = pool.admission.window
         idle = self._idle()
@@ -470,7 +497,7 @@ class World:
         )  # fmt: skip
         require(isinstance(answer, Never) == (pages > limit), "NEVER for", pages, "under", limit, answer)
         if isinstance(answer, Never):
-            require(answer.limit == limit, "the limit named is", answer.limit)
+            require((answer.limit, answer.quota) == (limit, quota), "the limit named is", answer)
             self.tally["never"] += 1
             return answer
         if isinstance(answer, Later):
@@ -555,6 +582,8 @@ class World:
             later,
         )
         require(later.ticket > 0 and later.retry_after_ms > 0, "no ticket or no time", later)
+        require((later.reason == Reason.QUOTA) <= bool(later.quota), "a quota that is not named", later)
+        require(bool(later.quota) == bool(later.limit), "a quota without a limit", later)
 
     def _queue(self, seq: Seq, copies: list[Copy]) -> None:
         for copy in copies:
@@ -577,9 +606,18 @@ class World:
             self.tally[f"grow later {answer.reason}"] += 1
             return answer
         if isinstance(answer, Never):
-            limit = min(engine.session.quota, pool.usable) // engine.page * engine.page
+            if answer.quota == Quota.RUNS:
+                room = pool.account_of[seq.root].room
+                require(answer.limit == room < answer.needed, "NEVER for", answer, "of", room)
+                self.tally["grow never runs"] += 1
+                return answer
+            limit, quota = self.limit_of(engine, seq.root)
+            account = pool.account_of[seq.root]
             alone = len(pool.sequences) == 1 or (engine.session.quota < pool.usable and len(engine.seqs) == 1)
+            fellows = [each for each in pool.sequences.values() if each.account is account]
+            alone = alone or (account.slots < pool.usable and len(fellows) == 1)
             require(answer.needed > limit or alone, "NEVER with others running:", answer)
+            require((answer.limit, answer.quota) == (limit, quota) or answer.limit >= limit, "limit", answer)
             coming = (
                 pool.moves.tickets
                 or pool.moves.retired

@@ -1,0 +1,249 @@
+"""What a tenant holds over all its sessions, and the limits on it: who is refused, what is named, who waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvslot.allocator import (
+    UNLIMITED,
+    Admitted,
+    BadRequest,
+    Later,
+    Never,
+    Pool,
+    Preempt,
+    Pressure,
+    Quota,
+    Ready,
+    Reason,
+    Space,
+)
+
+from .tools import admit, complete, fresh, grown, later, make, root, sound, step
+
+
+def limited(*, slots: int = UNLIMITED, runs: int = UNLIMITED, blocks: int = 26, quantum: int = 1) -> Pool:
+    """A pool in which tenant "a" is limited."""
+    pool = make(blocks=blocks, block_size=4, quantum=quantum, reclaim_patience=0.0)
+    pool.limit("a", slots=slots, runs=runs)
+    return pool
+
+
+def test_what_never_fits_under_a_tenants_quota_is_never() -> None:
+    """A prompt above it gets NEVER with that limit and its name, one of that size is let in; growth likewise."""
+    pool = limited(slots=20)
+    s = pool.open_session()
+    assert pool.allocate(s, root(pool), fresh(21, 0)) == Never(21, 20, Quota.SLOTS)
+    a = admit(pool, s, fresh(20, 0))
+    assert pool.extend(s, a.sequence, tokens=1) == Never(21, 20, Quota.SLOTS)
+    assert isinstance(pool.allocate(s, root(pool, "b"), fresh(60, 100)), Admitted)
+    sound(pool)
+
+
+@pytest.mark.parametrize(("session", "slots", "named"), [(12, 20, Quota.SESSION), (20, 12, Quota.SLOTS)])
+def test_the_narrowest_limit_is_named(session: int, slots: int, named: Quota) -> None:
+    """Of a session's quota and its tenant's the smaller one refuses, by its own name, for now and for good."""
+    pool = limited(slots=slots)
+    s = pool.open_session(quota=session)
+    assert pool.allocate(s, root(pool), fresh(13, 0)) == Never(13, 12, named)
+    admit(pool, s, fresh(10, 0))
+    told = later(pool.allocate(s, root(pool), fresh(3, 100)))
+    assert (told.reason, told.quota, told.limit, told.free_now) == (Reason.QUOTA, named, 12, 2)
+    sound(pool)
+
+
+def test_one_tenant_is_one_however_many_sessions_and_salts_it_has() -> None:
+    """Sessions, models, adapters and salts of a tenant draw on one account; another tenant's do not."""
+    pool = limited(slots=20)
+    one, two = pool.open_session(), pool.open_session()
+    salted = pool.open_space(Space("a", salt="s"))
+    admit(pool, one, fresh(12, 0))
+    told = later(pool.allocate(two, salted, fresh(9, 0)))
+    assert (told.quota, told.limit, told.free_now, told.evictable) == (Quota.SLOTS, 20, 8, 0)
+    assert isinstance(pool.allocate(two, salted, fresh(8, 0)), Admitted)
+    assert isinstance(pool.allocate(two, root(pool, "b"), fresh(12, 0)), Admitted)
+    sound(pool)
+
+
+def test_tenants_without_an_account_share_one() -> None:
+    """Who invents names gets no more by it: all that are not listed are limited together."""
+    pool = make(blocks=26, block_size=4)
+    pool.limit(None, slots=10)
+    pool.limit("listed", slots=30)
+    s = pool.open_session()
+    assert isinstance(pool.allocate(s, root(pool, "x"), fresh(6, 0)), Admitted)
+    told = later(pool.allocate(s, root(pool, "y"), fresh(6, 0)))
+    assert (told.quota, told.limit, told.free_now) == (Quota.SLOTS, 10, 4)
+    assert isinstance(pool.allocate(s, root(pool, "listed"), fresh(12, 0)), Admitted)
+    sound(pool)
+
+
+def test_a_tenant_is_charged_until_its_slots_can_be_used_again() -> None:
+    """Fenced and quarantined slots are still its own, published ones are nobody's; then it may have them again."""
+    pool = limited(slots=16)
+    s, other = pool.open_session(), pool.open_session()
+    account = pool.accounts["a"]
+    a = admit(pool, s, fresh(8, 0))
+    b = admit(pool, other, fresh(8, 100))
+    fence = step(pool, s)
+    pool.free(s, a.sequence, fence=fence)
+    told = later(pool.allocate(other, root(pool), fresh(4, 200)))
+    assert (told.quota, told.coming_free) == (Quota.SLOTS, 8)
+    complete(pool, s)
+    assert account.charged == 8
+    assert Ready(other.handle, told.ticket) in pool.poll(1.0)
+    pool.lose(other)
+    pool.sweep()
+    assert account.charged == 8
+    pool.gone(other)
+    while not pool.sweep():
+        pass
+    assert (account.charged, account.fenced, account.unwritten) == (0, 0, 0)
+    c = admit(pool, s, fresh(12, 300))
+    pool.commit(s, c.sequence, 12)
+    assert account.charged == c.capacity - 12
+    assert b.sequence
+    sound(pool)
+
+
+def test_a_tenants_growth_comes_before_its_new_requests() -> None:
+    """A tenant at its quota cannot starve the growth of its oldest sequence by requests of another session."""
+    pool = limited(slots=16)
+    s, other = pool.open_session(), pool.open_session()
+    oldest = admit(pool, s, fresh(4, 0))
+    second = admit(pool, other, fresh(12, 100))
+    assert later(pool.extend(s, oldest.sequence, tokens=4, now=1.0)).quota == Quota.SLOTS
+    pool.free(other, second.sequence, now=1.0)
+    assert later(pool.allocate(other, root(pool), fresh(9, 200), now=1.0)).quota == Quota.SLOTS
+    assert isinstance(pool.allocate(other, root(pool), fresh(8, 300), now=1.0), Admitted)
+    grown(pool.extend(s, oldest.sequence, tokens=4, now=1.0))
+    sound(pool)
+
+
+def test_who_waits_for_a_tenants_quota_holds_nobody_back() -> None:
+    """Neither a new request nor growth that its tenant's quota refuses reserves anything from other tenants."""
+    pool = limited(slots=50)
+    s, other = pool.open_session(), pool.open_session()
+    a = admit(pool, s, fresh(24, 0))
+    admit(pool, s, fresh(23, 100))
+    assert later(pool.extend(s, a.sequence, tokens=20)).quota == Quota.SLOTS
+    assert later(pool.allocate(s, root(pool), fresh(30, 200))).quota == Quota.SLOTS
+    assert not [push for push in pool.poll(9.0) if isinstance(push, Ready)]
+    assert isinstance(pool.allocate(other, root(pool, "b"), fresh(40, 300)), Admitted)
+    sound(pool)
+
+
+def test_victims_for_a_tenants_quota_are_its_own() -> None:
+    """Growth at a tenant's quota asks that tenant's sessions for room, youngest first, and nobody else's."""
+    pool = limited(slots=16)
+    one, two, other = pool.open_session(), pool.open_session(), pool.open_session()
+    a = admit(pool, one, fresh(8, 0))
+    b = admit(pool, two, fresh(8, 100))
+    assert isinstance(pool.allocate(other, root(pool, "b"), fresh(8, 200)), Admitted)
+    later(pool.extend(one, a.sequence, tokens=1, now=1.0))
+    named = [push for push in pool.poll(1.0) if isinstance(push, Preempt)]
+    assert [(push.session, push.sequence) for push in named] == [(two.handle, b.sequence)]
+    pool.free(two, b.sequence, now=1.1)
+    grown(pool.extend(one, a.sequence, tokens=1, now=1.1))
+    sound(pool)
+
+
+def test_growth_waits_for_runs_in_reserve() -> None:
+    """Room that stands ready and unwritten is bounded; what is written makes way, prompts are not held up by it."""
+    pool = limited(runs=2, quantum=4)
+    pool.limit("b", runs=1)
+    s = pool.open_session()
+    account = pool.accounts["a"]
+    a = admit(pool, s, fresh(3, 0))
+    grown(pool.extend(s, a.sequence, tokens=8 - account.unwritten))
+    assert account.unwritten == 8
+    b = admit(pool, s, fresh(30, 100))
+    assert b.capacity == 30, "a growth run beyond the limit was added"
+    told = later(pool.extend(s, b.sequence, now=1.0))
+    assert (told.reason, told.quota, told.limit, told.free_now) == (Reason.QUOTA, Quota.RUNS, 8, 0)
+    assert pool.extend(s, b.sequence, tokens=9, now=1.0) == Never(9, 8, Quota.RUNS)
+    pool.wrote(s, a.sequence, 6)
+    assert Ready(s.handle, told.ticket) not in pool.poll(1.0)
+    pool.wrote(s, a.sequence, 7)
+    assert Ready(s.handle, told.ticket) in pool.poll(1.0)
+    more = grown(pool.extend(s, b.sequence, now=1.0, ticket=told.ticket))
+    assert more.capacity - 30 == 4
+    less = later(pool.extend(s, b.sequence, now=1.0))
+    assert less.quota == Quota.RUNS
+    sound(pool)
+
+
+def test_less_than_a_run_is_better_than_a_refusal() -> None:
+    """Where part of a run is left under the limit, growth gets that."""
+    pool = limited(runs=2, quantum=4)
+    s = pool.open_session()
+    a = admit(pool, s, fresh(4, 0))
+    grown(pool.extend(s, a.sequence, tokens=7 - pool.accounts["a"].unwritten))
+    b = admit(pool, s, fresh(4, 100))
+    assert grown(pool.extend(s, b.sequence)).capacity - b.capacity == 1
+    sound(pool)
+
+
+def test_idle_runs_are_asked_back() -> None:
+    """When all runs a tenant may reserve stand idle, Pressure asks for them, so that no engine waits for itself."""
+    pool = limited(runs=2, quantum=4)
+    s = pool.open_session()
+    a = admit(pool, s, fresh(4, 0))
+    grown(pool.extend(s, a.sequence, tokens=8 - pool.accounts["a"].unwritten))
+    b = admit(pool, s, fresh(4, 100))
+    told = later(pool.extend(s, b.sequence, now=1.0))
+    assert [push for push in pool.poll(1.0) if isinstance(push, Pressure)]
+    pool.trim(s, a.sequence, keep_to=4, now=1.0)
+    grown(pool.extend(s, b.sequence, now=1.0, ticket=told.ticket))
+    sound(pool)
+
+
+def test_pages_keep_to_the_limits_in_whole_pages() -> None:
+    """Sessions of whole pages: NEVER names the limit in whole pages, growth in reserve is at least one."""
+    pool = limited(slots=18, runs=8)
+    s = pool.open_session(page=4)
+    assert pool.allocate(s, root(pool), fresh(17, 0)) == Never(20, 16, Quota.SLOTS)
+    a = admit(pool, s, fresh(8, 0))
+    assert grown(pool.extend(s, a.sequence)).capacity == 12
+    pool.limit("a", slots=18, runs=3)
+    assert pool.extend(s, a.sequence) == Never(4, 3, Quota.RUNS)
+    sound(pool)
+
+
+def test_a_lowered_limit_takes_nothing_away() -> None:
+    """Who holds more than a new limit allows keeps it and gets no more; the audit does not take it for a fault."""
+    pool = limited(slots=40)
+    s = pool.open_session()
+    a = admit(pool, s, fresh(30, 0))
+    pool.limit("a", slots=20)
+    sound(pool)
+    assert later(pool.allocate(s, root(pool), fresh(4, 100))).limit == 20
+    pool.free(s, a.sequence)
+    assert isinstance(pool.allocate(s, root(pool), fresh(20, 100)), Admitted)
+    assert pool.allocate(s, root(pool), fresh(21, 200)) == Never(21, 20, Quota.SLOTS)
+    pool.limit("a", slots=60)
+    assert isinstance(pool.allocate(s, root(pool), fresh(40, 300)), Admitted)
+    sound(pool)
+
+
+def test_a_limit_is_at_least_one() -> None:
+    """Zero or fewer slots or runs is refused and changes nothing."""
+    pool = limited(slots=9)
+    for bad in ({"slots": 0}, {"runs": 0}, {"slots": -1}):
+        with pytest.raises(BadRequest):
+            pool.limit("a", **bad)
+    assert pool.accounts["a"].slots == 9
+
+
+def test_nobody_waits_for_a_commit_that_could_never_serve_it() -> None:
+    """A prompt that cannot fit under the quota is NEVER at once, also where another computes it already."""
+    pool = limited(slots=80, blocks=60)
+    s, other = pool.open_session(), pool.open_session()
+    pool.limit(None, slots=UNLIMITED)
+    admit(pool, s, fresh(80, 0))
+    answer = pool.allocate(other, root(pool), fresh(81, 0), wait_for_commit=True)
+    assert answer == Never(81, 80, Quota.SLOTS)
+    told = pool.allocate(other, root(pool), fresh(80, 0), wait_for_commit=True)
+    assert isinstance(told, Later)
+    assert told.reason == Reason.COMMIT
+    sound(pool)
