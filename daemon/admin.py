@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
@@ -39,7 +38,7 @@ from kvslot.api.admin.guard import Guarded
 from kvslot.api.wire import CODES, Refused, decode_outgoing, messages
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.blocks import BlockMaps
-from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.logs import limited
 from kvslot.daemon.membership import Peer
 from kvslot.daemon.scrape import Scraped
@@ -532,7 +531,7 @@ class AdminService:
         self._settings = settings
         self.ring = Ring()
         self.views = Views(server, self.ring)
-        self._endpoint: Endpoint | None = None
+        self._endpoints: list[Endpoint] = []
         self._tcp: socket.socket | None = None
         tokens = None
         if settings.admin_tcp:
@@ -557,8 +556,10 @@ class AdminService:
         settings = self._settings
         path = config.admin_socket(settings)
         try:
-            endpoint = self._endpoint = Endpoint(Path(path))
-            self.api.listen(endpoint.listen(settings.admin_socket_mode, settings.admin_socket_group))
+            self._endpoints = claim(self._server.service.store, "admin", path)
+            for endpoint in self._endpoints:
+                self.api.listen(endpoint.listen(settings.admin_socket_mode, settings.admin_socket_group))
+            path = str(self._endpoints[0].path)
         except EndpointError as error:
             if settings.admin_socket:
                 raise AdminError(f"admin_socket: {error}") from None
@@ -576,7 +577,7 @@ class AdminService:
                 raise AdminError(f"admin_tcp: cannot serve {settings.admin_tcp}: {error.strerror}") from None
             self.api.listen(self._tcp)
         logs.taps.append(self._logged)
-        log.info("admin_ready", socket=path if self._endpoint else "", tcp=self.address)
+        log.info("admin_ready", socket=path if self._endpoints else "", tcp=self.address)
 
     @property
     def address(self) -> str:
@@ -628,8 +629,8 @@ class AdminService:
         """Gives the sockets back."""
         if self._tcp is not None:
             self._tcp.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
 
     def _logged(self, fields: Mapping[str, Any]) -> None:
         event = {name: value for name, value in fields.items() if name not in ("exc_info", "stack_info")}

@@ -52,6 +52,9 @@ class Endpoint:
             with contextlib.suppress(OSError):
                 self._take_lock()
             self.note()
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                self._inode = (status.st_dev, status.st_ino)
             return
         # The name it is bound under first is longer.
         if len(os.fsencode(path)) > PATH_BYTES - len(".new"):
@@ -198,6 +201,25 @@ class Endpoint:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def claim(store: Store, kind: str, path: str) -> list[Endpoint]:
+    """Where to serve: what the service manager passed, wherever that is, else `path`.  EndpointError as it comes."""
+    waiting = passed(store, kind)
+    if not waiting:
+        return [Endpoint(Path(path))]
+    claimed: list[Endpoint] = []
+    try:
+        while waiting:
+            sock = waiting.pop()
+            claimed.insert(0, Endpoint(Path(sock.getsockname()), sock))
+    except EndpointError:
+        for sock in waiting:
+            sock.close()
+        for endpoint in claimed:
+            endpoint.close()
+        raise
+    return claimed
 
 
 def passed(store: Store, kind: str) -> list[socket.socket]:

@@ -8,7 +8,7 @@
     Store    ──► FDSTORE  FDSTOREREMOVE            ◄── what was passed at start, by name
 
 Without NOTIFY_SOCKET nothing is sent and nothing is opened; a call then costs a comparison.  A manager that does not
-read must not stop the loop: only `ready`, `stopping` and `barrier` wait for it, and not for long.  What has to arrive
+read must not stop the loop: only `ready` and `barrier` wait for it, and not for long.  What has to arrive
 (all but WATCHDOG and STATUS, which are said again anyway) is queued meanwhile, in order, and sent by a later call.
 
 The manager keeps its copy of a descriptor that was sent with FDSTORE=1 when this process ends, however it ends, and
@@ -40,7 +40,7 @@ STORED_MAX: Final = 4096
 QUEUED_MAX: Final = 2 * STORED_MAX
 """Messages that wait for a manager that does not read."""
 PATIENCE_SECONDS: Final = 1.0
-"""How long `ready` and `stopping` wait for room; a manager that takes longer has other troubles."""
+"""How long `ready` waits for room; a manager that takes longer has other troubles."""
 PAUSE_SECONDS: Final = 0.005
 """Between two tries meanwhile: nothing tells when the other end of a datagram socket has room."""
 STATUS_BYTES: Final = 512
@@ -119,7 +119,6 @@ class Notifier:
     def stopping(self, status: str = "", seconds: float = 0.0) -> None:
         """This process is about to end, which may take `seconds`, even where the unit's limit is shorter."""
         self._say("STOPPING=1" + (f"\n{_extension(seconds)}" if seconds > 0 else ""), status)
-        self.flush(PATIENCE_SECONDS)
 
     def extend(self, seconds: float, text: str = "") -> None:
         """Starting or stopping goes on (`text`: with what), and may take until `seconds` from now."""

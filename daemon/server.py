@@ -26,7 +26,6 @@ import struct
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -58,7 +57,7 @@ from kvslot.daemon.compactor import Compactor
 from kvslot.daemon.config import CHANGEABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
-from kvslot.daemon.endpoint import Endpoint, EndpointError
+from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.health import Health
 from kvslot.daemon.hub import Hub
 from kvslot.daemon.latency import Latency
@@ -66,6 +65,7 @@ from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
 from kvslot.daemon.recorder import Recorders
+from kvslot.daemon.service import Service
 from kvslot.daemon.totals import Totals
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission, Row
 
@@ -129,8 +129,9 @@ class Server:
         self.refused_connections = 0
         self.peer_faults = 0
         self._numbers = 0
-        self._listener: socket.socket | None = None
-        self._endpoint: Endpoint | None = None
+        self.service = Service()
+        self._listeners: list[socket.socket] = []
+        self._endpoints: list[Endpoint] = []
         self._accepting = False
         self._ticking = False
         self._sweeping = False
@@ -176,11 +177,12 @@ class Server:
 
     def listening(self) -> tuple[bool, str]:
         """Whether clients can connect, and how it is known."""
-        if self._endpoint is None or self._listener is None:
+        if not self._listeners:
             return False, "not opened yet, or closed"
         if not self._accepting:
             return False, "no connections are taken for a moment: descriptors or memory ran out"
-        return self._endpoint.in_place()
+        found = [endpoint.in_place() for endpoint in self._endpoints]
+        return all(well for well, _ in found), "; ".join(text for _, text in found)
 
     def may_control(self, peer: Peer) -> bool:
         """Whether this user may say control verbs."""
@@ -520,29 +522,35 @@ class Server:
 
     # -- coming and going --------------------------------------------------------------------------------------
 
-    def listen(self, endpoint: Endpoint) -> None:
-        """Opens the door."""
-        self._endpoint = endpoint
-        self._listener = endpoint.listen(self.settings.socket_mode, self.settings.socket_group)
+    def listen(self, *endpoints: Endpoint) -> None:
+        """Opens the doors: one, but for a manager that passed several."""
+        for endpoint in endpoints:
+            self._endpoints.append(endpoint)
+            self._listeners.append(endpoint.listen(self.settings.socket_mode, self.settings.socket_group))
         self._accept_again()
 
     def _accept_again(self) -> None:
-        if self._listener is not None and not self._accepting:
+        if not self._accepting:
             self._accepting = True
-            self.loop.add_reader(self._listener.fileno(), self._accept)
+            for listener in self._listeners:
+                self.loop.add_reader(listener.fileno(), self._accept, listener)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept_no_more(self) -> None:
+        if self._accepting:
+            self._accepting = False
+            for listener in self._listeners:
+                self.loop.remove_reader(listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS):
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 # Out of descriptors or memory: trying again at once would only say so again.
                 limited(log, "accept_failed", 10.0, reason=error.strerror)
-                self._accepting = False
-                self.loop.remove_reader(self._listener.fileno())
+                self._accept_no_more()
                 self.loop.call_later(0.5, self._accept_again)
                 return
             sock.setblocking(False)
@@ -777,7 +785,7 @@ class Server:
         """Serves until stopped; returns the exit code."""
         with self.collector:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._keep())]
+                running = [tasks.create_task(self._keep()), tasks.create_task(self.service.watch(self))]
                 running += [tasks.create_task(self._compact(each)) for each in self.compactors.values()]
                 if self.admin is not None:
                     running.append(tasks.create_task(self.admin.run()))
@@ -818,8 +826,9 @@ class Server:
         self.draining = True
         self._drain_deadline = time.monotonic() + seconds
         log.info("draining", reason=reason, seconds=seconds, connections=len(self.connections))
-        if self._endpoint is not None:
-            self._endpoint.note("draining")
+        self.service.draining(seconds)
+        for endpoint in self._endpoints:
+            endpoint.note("draining")
         for connection in tuple(self.connections):
             self._tell_draining(connection)
         self.loop.call_later(seconds, self.upkeep)
@@ -866,12 +875,10 @@ class Server:
 
     def close(self) -> None:
         """Gives everything back."""
-        if self._listener is not None and self._accepting:
-            self.loop.remove_reader(self._listener.fileno())
-            self._accepting = False
-        self._listener = None
-        if self._endpoint is not None:
-            self._endpoint.close_socket()
+        self._accept_no_more()
+        self._listeners.clear()
+        for endpoint in self._endpoints:
+            endpoint.close_socket()
         for connection in tuple(self.connections):
             connection.refuse(ShuttingDown("the daemon ends"))
         for member in self.sessions.values():
@@ -950,11 +957,16 @@ class Server:
         """
         if self.reread is None:
             raise BadRequest("this daemon was not started from settings that could be read again")
+        self.service.reloading()
         try:
             settings = self.reread()
         except config.ConfigError as error:
             log.error("reload_failed", reason=str(error))
             raise BadRequest(f"settings stay as they are: {error}") from None
+        finally:
+            self.service.reloaded(self)
+        if self._endpoints and self._endpoints[0].passed:
+            settings = msgspec.structs.replace(settings, socket=self.settings.socket)  # it is not the file's to say
         changed = [
             name
             for name in type(settings).__struct_fields__
@@ -1093,33 +1105,43 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
 
     `reload` reads the settings anew, for SIGHUP.
     """
+    service = Service.take()
+    endpoints: list[Endpoint] = []
     try:
-        endpoint = Endpoint(Path(settings.socket))
-    except EndpointError as error:
-        log.error("cannot_start", reason=str(error))
-        return 3
-    try:
+        try:
+            endpoints = claim(service.store, "kvslot", settings.socket)
+            if endpoints[0].passed:
+                settings = msgspec.structs.replace(settings, socket=str(endpoints[0].path))
+        except EndpointError as error:
+            log.error("cannot_start", reason=str(error))
+            return 3
         try:
             config.check_memory([config.pool_sum(each) for each in settings.pools])
             chunk = settings.compaction_chunk_bytes
-            pools = [_host(each, prefault=settings.prefault, chunk_bytes=chunk) for each in settings.pools]
+            pools = [
+                _host(each, service, prefault=settings.prefault, chunk_bytes=chunk) for each in settings.pools
+            ]
         except (config.ConfigError, NoMemory, OSError) as error:
             log.error("cannot_start", reason=str(error))
             return 2
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, pools, endpoint, reload))
+            return runner.run(_serve(settings, pools, endpoints, service, reload))
     finally:
-        endpoint.close()
+        for endpoint in endpoints:
+            endpoint.close()
+        service.close()
 
 
 async def _serve(
     settings: config.Settings,
     pools: list[HostedPool],
-    endpoint: Endpoint,
+    endpoints: list[Endpoint],
+    service: Service,
     reload: Callable[[], config.Settings] | None,
 ) -> int:
     loop = asyncio.get_running_loop()
     server = Server(settings, pools, loop)
+    server.service = service
     loop.set_exception_handler(server.failed)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain, signal.Signals(number).name)
@@ -1127,8 +1149,8 @@ async def _serve(
     loop.add_signal_handler(signal.SIGHUP, server.hup)
     try:
         try:
-            server.listen(endpoint)
-            if endpoint.stale:
+            server.listen(*endpoints)
+            if endpoints[0].stale:
                 log.warning("stale_socket_replaced", socket=settings.socket)
         except EndpointError as error:
             log.error("cannot_start", reason=str(error))
@@ -1149,6 +1171,7 @@ async def _serve(
             loop=type(loop).__module__.split(".")[0],
             pid=os.getpid(),
         )
+        service.ready(server)
         code = await server.run()
     finally:
         if server.admin is not None:
@@ -1159,7 +1182,7 @@ async def _serve(
     return code
 
 
-def _host(settings: config.PoolSettings, *, prefault: bool, chunk_bytes: int) -> HostedPool:
+def _host(settings: config.PoolSettings, service: Service, *, prefault: bool, chunk_bytes: int) -> HostedPool:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
     device = MemoryDevice(
@@ -1168,17 +1191,18 @@ def _host(settings: config.PoolSettings, *, prefault: bool, chunk_bytes: int) ->
         chunk_bytes=chunk_bytes,
     )
     if prefault:
-        _prefault(settings.name, device)
+        _prefault(settings.name, device, service)
     return HostedPool(settings, layout, pool_config, device)
 
 
-def _prefault(name: str, device: MemoryDevice) -> None:
+def _prefault(name: str, device: MemoryDevice, service: Service) -> None:
     """Takes all of a pool's memory now, and says how far it is every few seconds."""
     began = told = time.monotonic()
     log.info("prefault_started", pool=name, bytes=device.geometry.total_bytes)
 
     def progress(done: int, total: int) -> None:
         nonlocal told
+        service.starting(f"taking the memory of pool {name}: {100 * done // total} %")
         now = time.monotonic()
         if now - told > PROGRESS_SECONDS and done < total:
             told = now
