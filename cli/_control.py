@@ -64,7 +64,7 @@ def pool_help(command: str) -> str:
         return "the pool to show (the first one)"
     if command == "defrag":
         return "only this pool (all)"
-    if command == "record":
+    if command in ("record", "advise"):
         return "the pool to record; needed where there are several"
     if command == "pin":
         return "the pool to pin in, needed where there are several; to list: only this pool (all)"

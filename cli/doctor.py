@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvslot.api.client import Control
-    from kvslot.cli._checks import Finding, Picture
+    from kvslot.cli.checks import Finding, Picture
 
 DESCRIPTION: Final = """\
 Look at a daemon, its pools, its clients and its machine, and say of each thing what was found, why it matters and what
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(names)
     from kvslot.api.client import Control, Denied, Disconnected, KvslotError
-    from kvslot.cli import _checks
+    from kvslot.cli import checks
 
     try:
         _common.check_writable(arguments.json)
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Control(arguments.socket, timeout=PATIENCE_S) as control:
             picture = see(control, names)
-        return _tell(arguments, control.socket, _checks.look(picture, names), picture)
+        return _tell(arguments, control.socket, checks.look(picture, names), picture)
     except (Denied, Disconnected) as error:
         return _tell(arguments, _path(arguments), _no_answer(_path(arguments), error), None)
     except KvslotError as error:
@@ -109,11 +109,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(names: list[str]) -> int:
-    from kvslot.cli import _checks, _screen
+    from kvslot.cli import _screen, checks
 
     table = _screen.table("check", "asks", left=("check", "asks"))
     for name in names:
-        table.add_row(name, (_checks.CHECKS[name].__doc__ or "").strip())
+        table.add_row(name, (checks.CHECKS[name].__doc__ or "").strip())
     _screen.console().print(table)
     return _common.OK
 
@@ -126,7 +126,7 @@ def see(control: Control, names: list[str]) -> Picture:
     from kvslot import __version__
     from kvslot.api.client import BadRequest, NotFound
     from kvslot.api.wire import VERSION
-    from kvslot.cli import _checks, _host
+    from kvslot.cli import checks, host
 
     def ask(kind: str, pool: str = "") -> list[_control.Row]:
         try:
@@ -138,7 +138,7 @@ def see(control: Control, names: list[str]) -> Picture:
     pools = _control.pools(control)
     process: dict[str, Any] = next(iter(ask("process")), {})
     pid = process.get("pid", 0)
-    picture = _checks.Picture(
+    picture = checks.Picture(
         version=__version__,
         protocol=VERSION,
         socket=control.socket,
@@ -154,13 +154,13 @@ def see(control: Control, names: list[str]) -> Picture:
         lengths=ask("lengths"),
         latency=ask("latency"),
         config=ask("config"),
-        machine=_host.machine(),
-        group=_host.control_group(pid),
-        unit=_host.unit_of(pid),
+        machine=host.machine(),
+        group=host.control_group(pid),
+        unit=host.unit_of(pid),
         places=places(control.socket),
     )
     if picture.unit:
-        picture.stop_seconds = _host.stop_seconds(picture.unit)
+        picture.stop_seconds = host.stop_seconds(picture.unit)
     if {"configuration", "block_size"} & set(names):
         picture.effective, picture.effective_why = _effective(pid)
     if "audit" in names:
@@ -173,17 +173,17 @@ def see(control: Control, names: list[str]) -> Picture:
 
 def places(socket: str) -> list[Any]:
     """The socket, its lock, and the folders that lead there."""
-    from kvslot.cli import _host
+    from kvslot.cli import host
 
-    return [_host.place(socket), _host.place(f"{socket}.lock"), *_host.folders(socket)]
+    return [host.place(socket), host.place(f"{socket}.lock"), *host.folders(socket)]
 
 
 def _effective(pid: int) -> tuple[dict[str, Any] | None, str]:
-    from kvslot.cli import _host
+    from kvslot.cli import host
 
     if not pid:
         return None, "the daemon does not say which process it is"
-    return _host.effective(pid)
+    return host.effective(pid)
 
 
 def _audit(control: Control, pool: str) -> _control.Row:
@@ -208,18 +208,18 @@ def _path(arguments: argparse.Namespace) -> str:
 def _no_answer(path: str, error: Exception) -> list[Finding]:
     """Why nobody answers at a socket, as far as it can be seen from outside."""
     from kvslot.api.client import Denied
-    from kvslot.cli import _host
-    from kvslot.cli._checks import Finding
+    from kvslot.cli import host
+    from kvslot.cli.checks import Finding
 
     socket, _, *folders = places(path)
-    holder = _host.lock_holder(path)
-    groups = ", ".join(_host.group(each) for each in sorted({os.getegid(), *os.getgroups()}))
-    me = f"{_host.user(os.geteuid())} ({groups})"
+    holder = host.lock_holder(path)
+    groups = ", ".join(host.group(each) for each in sorted({os.getegid(), *os.getgroups()}))
+    me = f"{host.user(os.geteuid())} ({groups})"
     if isinstance(error, Denied):
         return [
             Finding(
                 "reachable", "warning", path, "the daemon is there, and does not let this user look", str(error),
-                f"run doctor as root or as the daemon's user, or name {_host.user(os.geteuid())} in control_uids",
+                f"run doctor as root or as the daemon's user, or name {host.user(os.geteuid())} in control_uids",
             )
         ]  # fmt: skip
     found: list[Finding] = []
@@ -261,13 +261,13 @@ def _no_answer(path: str, error: Exception) -> list[Finding]:
         found.append(
             Finding(
                 "reachable", "fault", path, f"this user, {me}, may not open it", f"it is {socket.text()}",
-                f"usermod -aG {_host.group(socket.gid)} {_host.user(os.geteuid())}, or other socket_group, socket_mode",
+                f"usermod -aG {host.group(socket.gid)} {host.user(os.geteuid())}, or other socket_group, socket_mode",
             )
         )  # fmt: skip
     else:
         pid = int(holder.partition(" ")[0]) if holder.partition(" ")[0].isdigit() else 0
-        if pid and _host.alive(pid):
-            state = _host.process_state(pid)
+        if pid and host.alive(pid):
+            state = host.process_state(pid)
             found.append(
                 Finding(
                     "reachable", "fault", path, f"process {holder} serves it, and does not answer",
@@ -290,11 +290,11 @@ def _no_answer(path: str, error: Exception) -> list[Finding]:
 
 
 def _tell(arguments: argparse.Namespace, socket: str, found: list[Finding], picture: Picture | None) -> int:
-    from kvslot.cli import _checks
+    from kvslot.cli import checks
 
-    counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in _checks.VERDICTS}
-    worst = next((verdict for verdict in _checks.VERDICTS if counts[verdict]), "ok")
-    code = _common.FAILED if any(counts[each] for each in _checks.BAD) else _common.OK
+    counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in checks.VERDICTS}
+    worst = next((verdict for verdict in checks.VERDICTS if counts[verdict]), "ok")
+    code = _common.FAILED if any(counts[each] for each in checks.BAD) else _common.OK
     if picture is None:
         code = _common.UNREACHABLE
     if arguments.json is not None:
@@ -322,15 +322,15 @@ def _print(
     *,
     quiet: bool,
 ) -> None:
-    from kvslot.cli import _checks, _screen
+    from kvslot.cli import _screen, checks
 
-    shown = [each for each in found if each.verdict in _checks.BAD] if quiet else found
+    shown = [each for each in found if each.verdict in checks.BAD] if quiet else found
     if quiet and not shown:
         return
     told = [
         _common.several(counts[verdict], verdict) if verdict in ("fault", "warning", "note")
         else f"{counts[verdict]} {verdict}"
-        for verdict in _checks.VERDICTS if counts[verdict]
+        for verdict in checks.VERDICTS if counts[verdict]
     ]  # fmt: skip
     if picture is None:
         out.print(f"no answer from {socket}", style="bold")
@@ -341,7 +341,7 @@ def _print(
             f"{', '.join(told)}",
             style="bold",
         )
-    order = {verdict: place for place, verdict in enumerate(_checks.VERDICTS)}
+    order = {verdict: place for place, verdict in enumerate(checks.VERDICTS)}
     table = _screen.table("", "check", "", left=("", "check"))
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for each in sorted(shown, key=lambda each: order[each.verdict]):

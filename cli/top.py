@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from kvslot.api.client import Control
-    from kvslot.cli._rates import Look
+    from kvslot.cli.rates import Look
 
 DESCRIPTION: Final = """\
 Watch a daemon: what each pool holds, what is asked of it a second, how long that takes, and who asks. On a terminal a
@@ -137,15 +137,15 @@ def _file(arguments: argparse.Namespace) -> Iterator[IO[bytes] | None]:
 
 def _intervals(arguments: argparse.Namespace, control: Control) -> Iterator[tuple[Look, _control.Row]]:
     """A measurement an interval, as many as are asked for, on a grid that does not drift."""
-    from kvslot.cli import _rates
+    from kvslot.cli import rates
 
-    before = _rates.look(control, arguments.pool)
+    before = rates.look(control, arguments.pool)
     begun, number = before.at, 0
     while not arguments.count or number < arguments.count:
         number += 1
         time.sleep(max(0.0, begun + number * arguments.interval - time.monotonic()))
-        after = _rates.look(control, arguments.pool)
-        yield after, _rates.measure(before, after)
+        after = rates.look(control, arguments.pool)
+        yield after, rates.measure(before, after)
         before = after
 
 
@@ -591,13 +591,13 @@ def _live(arguments: argparse.Namespace, control: Control) -> int:
     from rich.live import Live
 
     from kvslot.api.client import KvslotError
-    from kvslot.cli import _rates, _screen
+    from kvslot.cli import _screen, rates
 
     out = _screen.console()
     screen = Screen(arguments.interval, arguments.pool)
     # What is there at the start is shown at once, with rates of a tenth of a second.
     _control.pools(control, arguments.pool)  # or there is none of that name
-    before = _rates.look(control)
+    before = rates.look(control)
     due = before.at + min(0.1, screen.interval)
     shown = 0
     with contextlib.ExitStack() as stack:
@@ -614,9 +614,9 @@ def _live(arguments: argparse.Namespace, control: Control) -> int:
                     due = time.monotonic() + screen.interval
                     if not screen.stopped:
                         try:
-                            after = _rates.look(asked)
-                            if _rates.same_daemon(before, after):
-                                told = _rates.measure(before, after)
+                            after = rates.look(asked)
+                            if rates.same_daemon(before, after):
+                                told = rates.measure(before, after)
                                 screen.take(after.time, told)
                                 shown += 1
                                 if file is not None:

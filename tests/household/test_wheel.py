@@ -8,10 +8,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvslot import __version__
 
 from .tree import ROOT, rooms, tracked
 
@@ -54,13 +58,26 @@ def names_in(wheel: Path) -> list[str]:
         return sorted(name for name in archive.namelist() if ".dist-info/" not in name)
 
 
+def shared() -> dict[str, str]:
+    """Folders whose tracked files are installed as data, and where below the prefix those go."""
+    settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders: dict[str, str] = settings["tool"]["hatch"]["build"]["targets"]["wheel"].get("shared-data", {})
+    return folders
+
+
 def expected_in_wheel() -> list[str]:
     inside = [f"kvslot/{name}" for name in tracked() if name.partition("/")[0] in rooms()]
-    return sorted([*inside, "kvslot/__init__.py", "kvslot/py.typed"])
+    data = [
+        f"kvslot-{__version__}.data/data/{to}{name.removeprefix(folder)}"
+        for folder, to in shared().items()
+        for name in tracked()
+        if name.startswith(f"{folder}/") or name == folder
+    ]
+    return sorted([*inside, *data, "kvslot/__init__.py", "kvslot/py.typed"])
 
 
 def test_the_wheel_holds_what_git_tracks(built: dict[str, Path]) -> None:
-    """The wheel holds every tracked file of every room, data files too, under kvslot/, and nothing else."""
+    """The wheel holds every tracked file of every room, data files too, under kvslot/, what is shared, and nothing else."""
     assert names_in(built["wheel"]) == expected_in_wheel()
 
 
@@ -88,6 +105,7 @@ def test_the_wheel_adds_one_name_to_site_packages(built: dict[str, Path]) -> Non
         scripts = [
             archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt")
         ]
-    assert sorted(top.partition("-")[0] for top in tops) == ["kvslot", "kvslot"]
+    apart = {"kvslot", f"kvslot-{__version__}.dist-info", f"kvslot-{__version__}.data"}
+    assert tops == (apart if shared() else apart - {f"kvslot-{__version__}.data"})
     assert len(licences) == 1
     assert ["kvslotctl = kvslot.cli.ctl:main" in text for text in scripts] == [True]

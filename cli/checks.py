@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvslot.cli import _common, _host, _screen
+from kvslot.cli import _common, _screen, host
 
 Row = dict[str, Any]
 
@@ -91,12 +91,12 @@ class Picture:
     effective_why: str = ""  # ... or why that is not known
     machine: Row = field(default_factory=dict)
     group: Row | None = None  # control group
-    places: list[_host.Place] = field(
+    places: list[host.Place] = field(
         default_factory=list
     )  # the socket, its lock, then its folders up to the root
     unit: str = ""
     stop_seconds: float | None = None
-    state_of: Callable[[int], str] = _host.process_state
+    state_of: Callable[[int], str] = host.process_state
 
 
 Check = Callable[[Picture], list[Finding]]
@@ -836,8 +836,8 @@ def permissions(p: Picture) -> list[Finding]:
             found.append(
                 _finding(
                     "permissions", "fault", socket.path,
-                    f"belongs to {_host.user(socket.uid)}, and the daemon runs as {_host.user(daemon)}",
-                    "its owner may replace it, and see what engines send", f"chown {_host.user(daemon)} {socket.path}",
+                    f"belongs to {host.user(socket.uid)}, and the daemon runs as {host.user(daemon)}",
+                    "its owner may replace it, and see what engines send", f"chown {host.user(daemon)} {socket.path}",
                 )
             )  # fmt: skip
         if mode is not None and socket.mode != mode:
@@ -857,11 +857,11 @@ def permissions(p: Picture) -> list[Finding]:
                 )
             )  # fmt: skip
         group = _value(p, "socket_group")
-        if group and _host.group(socket.gid) != group:
+        if group and host.group(socket.gid) != group:
             found.append(
                 _finding(
                     "permissions", "warning", socket.path,
-                    f"belongs to group {_host.group(socket.gid)}, socket_group says {group}",
+                    f"belongs to group {host.group(socket.gid)}, socket_group says {group}",
                     "engines of that group cannot connect", f"chgrp {group} {socket.path}, or restart the daemon",
                 )
             )  # fmt: skip
@@ -880,13 +880,13 @@ def permissions(p: Picture) -> list[Finding]:
             found.append(
                 _finding(
                     "permissions", "fault", folder.path,
-                    f"belongs to {_host.user(folder.uid)}, and the daemon runs as {_host.user(daemon)}",
+                    f"belongs to {host.user(folder.uid)}, and the daemon runs as {host.user(daemon)}",
                     "who owns a folder on the way can put another socket in its place",
                     "let systemd make it (RuntimeDirectory=), or chown it",
                 )
             )  # fmt: skip
         elif folder.mode & 0o022 and not sticky:
-            whose = "everybody" if folder.mode & 0o002 else f"group {_host.group(folder.gid)}"
+            whose = "everybody" if folder.mode & 0o002 else f"group {host.group(folder.gid)}"
             found.append(
                 _finding(
                     "permissions", "fault", folder.path, f"may be written by {whose} ({folder.text()})",
