@@ -127,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     config = top.add_argument("--config", metavar="FILE", help="settings, as TOML; default: $KVSLOT_CONFIG")
     config.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
     top.add_argument("--socket", metavar="PATH", help="the Unix socket to listen on")
+    top.add_argument("--admin-socket", metavar="PATH", help="the Unix socket of the admin API (HTTP)")
     top.add_argument(
         "--log-level",
         metavar="LEVEL",
@@ -172,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 _SETTING_FLAGS: Final = (
-    "socket", "log_level", "log_format",
+    "socket", "admin_socket", "log_level", "log_format",
     "pool_size", "pool_blocks", "pool_block_size", "pool_model_config", "pool_dtype",
 )  # fmt: skip
 
