@@ -39,7 +39,7 @@ from kvslot.api.wire import CODES, Refused, decode_outgoing, messages
 from kvslot.daemon import config, inspection, logs
 from kvslot.daemon.blocks import BlockMaps
 from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
-from kvslot.daemon.logs import limited
+from kvslot.daemon.logs import limited, sparing
 from kvslot.daemon.membership import Peer
 from kvslot.daemon.scrape import Scraped
 
@@ -52,6 +52,8 @@ SLICE_NS: Final = 300_000
 CLOSE_SECONDS: Final = 1.0
 """For answers under way when the daemon ends."""
 BACKLOG: Final = 64
+ACT_LINES: Final = 20
+"""Of refused acts a second; the others are counted."""
 AUDIT_SECONDS: Final = 600.0
 EVICT_TURNS: Final = 100_000
 """Of one act: each is 2 ms at the most."""
@@ -254,16 +256,27 @@ class Views:
 
     # -- acts --------------------------------------------------------------------------------------------------
 
+    async def allow(self, name: str, identity: Identity) -> None:
+        """Whether the door is open for who asks; it is asked again by the act itself."""
+        asker = Asker(self._server, identity)
+        if not asker.control:
+            error = asker.denied(name)
+            self._refused(name, error, identity)
+            raise error
+
+    def _refused(self, name: str, error: SourceError, identity: Identity) -> None:
+        sparing(
+            log, "act_refused", ACT_LINES, level="warning", act=name, by=identity.text(), how=identity.how,
+            code=error.code, reason=error.message[:240], pid=identity.pid, uid=identity.uid,
+        )  # fmt: skip
+
     async def act(self, name: str, arguments: Any, identity: Identity) -> msgspec.Struct:
         """Through the control door, with the asker's permission; logged either way."""
         asker = Asker(self._server, identity)
         try:
             answer = await self._acts(name, arguments, asker)
         except SourceError as error:
-            log.warning(
-                "act_refused", act=name, by=identity.text(), how=identity.how, code=error.code,
-                reason=error.message[:240], pid=identity.pid, uid=identity.uid,
-            )  # fmt: skip
+            self._refused(name, error, identity)
             raise
         log.info(
             "act", act=name, by=identity.text(), how=identity.how, pid=identity.pid, uid=identity.uid,
@@ -458,6 +471,7 @@ def _as_source_error(code: int, message: str) -> SourceError:
     return SourceError(status, word, message, remedy)
 
 
+DENIED: Final = next(code for code, kind in CODES.items() if kind.__name__ == "Denied")
 Told = TypeVar("Told", bound=messages.Message)
 
 
@@ -481,8 +495,8 @@ class Asker:
 
     async def ask(self, request: messages.Request, kind: type[Told]) -> Told:
         """The verb's reply; a refusal of any kind becomes a SourceError."""
-        if not self.control and self._identity.how == "token":
-            raise _as_source_error(messages_denied(), "this token may look, and not act")
+        if not self.control:
+            raise self.denied(type(request).__name__)
         self._sent = self._server.loop.create_future()
         reply = self._server.answer(cast("Connection", self), request, time.monotonic())
         if reply is None:
@@ -498,6 +512,13 @@ class Asker:
         assert isinstance(reply, kind)
         return reply
 
+    def denied(self, what: str) -> SourceError:
+        """What is to be said to one who may not."""
+        if self._identity.how == "token":
+            return _as_source_error(DENIED, f"{what}: token {self._identity.token} may look, and not act")
+        uid = self._identity.uid
+        return _as_source_error(DENIED, f"{what}: user {uid} may look, and not act")
+
     def send(self, frame: bytes) -> None:
         """A reply that comes later: a frame, with its length."""
         if self._sent is not None and not self._sent.done():
@@ -509,11 +530,6 @@ class Asker:
     def fault(self, fault: BaseException) -> None:
         """Acts are made here: one that breaks the protocol is our own fault."""
         raise fault
-
-
-def messages_denied() -> int:
-    """The wire's code of Denied."""
-    return next(code for code, kind in CODES.items() if kind.__name__ == "Denied")
 
 
 # -- being served ----------------------------------------------------------------------------------------------------

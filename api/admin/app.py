@@ -362,7 +362,7 @@ class Admin:
         self.failures: dict[int, int] = {}
         # Requests are decompressed by nobody: an act's arguments are some bytes, and a bomb is some bytes, too.
         server = web.Server(
-            self._handle, access_log=None, keepalive_timeout=0, tcp_keepalive=False, lingering_time=0.0,
+            self._handle, access_log=None, keepalive_timeout=86400.0, tcp_keepalive=False, lingering_time=0.0,
             max_line_size=LINE_BYTES, max_field_size=LINE_BYTES, max_headers=HEADERS_MOST, read_bufsize=BODY_BYTES,
             auto_decompress=False, handler_cancellation=True,
         )  # fmt: skip
@@ -441,6 +441,7 @@ class Admin:
         content = None
         if route.act:
             auth.check_origin(request.headers)
+            await self.source.allow(route.path.rpartition("/")[2], identity)
             content = await self._body(request, route)
         answer = await route.handler(self, Call(request, identity, query, content))
         return answer if isinstance(answer, web.StreamResponse) else self.json(answer)
@@ -457,6 +458,8 @@ class Admin:
         return auth.by_token(self.tokens, request.headers.get("Authorization"))
 
     async def _body(self, request: web.BaseRequest, route: Route) -> Any:
+        if not request.body_exists or request.content_length == 0:
+            return self._decoded(b"{}", route)  # as `curl -X POST` sends it
         if request.content_type != JSON:
             raise SourceError(
                 415, "unsupported_media_type", f"arguments are JSON, not {request.content_type[:100]!r}",
@@ -476,8 +479,11 @@ class Admin:
             raise SourceError(
                 408, "timeout", f"the arguments did not arrive within {BODY_SECONDS:.0f} s"
             ) from None
+        return self._decoded(content, route)
+
+    def _decoded(self, content: bytes, route: Route) -> Any:
         try:
-            return self._bodies[route.path].decode(content or b"{}")
+            return self._bodies[route.path].decode(content)
         except (msgspec.DecodeError, RecursionError) as error:
             raise SourceError(400, "bad_request", f"arguments: {error}") from None
 

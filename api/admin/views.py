@@ -156,6 +156,7 @@ class Pool(View, frozen=True, kw_only=True):
     extent_tokens: int
     hit_tokens: Annotated[int, Meta(description="prompt tokens that were found cached")]
     prompt_tokens: Annotated[int, Meta(description="prompt tokens asked for")]
+    lost_hit_tokens: Annotated[int, Meta(description="cached tokens that sessions of whole pages could not use")]
     bad_handles: Annotated[int, Meta(description="calls that named what is not, or no longer, there")]
     late_completions: Annotated[int, Meta(description="copies that ended after their move was given up")]
     internal_fragmentation_pct: Annotated[
@@ -266,6 +267,8 @@ class Session(View, frozen=True, kw_only=True):
     pins: int
     submitted: Annotated[int, Meta(description="steps")]
     completed: Annotated[int, Meta(description="steps")]
+    behind_s: Annotated[float, Meta(description="seconds since it last had completed all it submitted; 0: it has")]
+    lost_s: Annotated[float, Meta(description="seconds since its connection ended; 0: it has not")]
     owes: Annotated[int, Meta(description="victims it was asked to free and has not")]
     group: Annotated[int, Meta(description="sessions of its engine")]
     movable: Annotated[bool, Meta(description="what it reads may be moved")]
@@ -619,6 +622,9 @@ class Source(Protocol):
     async def latency(self) -> list[Latency]: ...
     async def gaps(self, pool: str) -> list[Gap]: ...
     async def tick(self) -> Tick: ...
+    async def allow(self, name: str, identity: Identity) -> None:
+        """Raises SourceError where this one may not act; before it is looked at what exactly was asked."""
+
     async def act(self, name: str, arguments: Any, identity: Identity) -> msgspec.Struct: ...
 
 
