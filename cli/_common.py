@@ -150,7 +150,9 @@ def several(number: int, one: str, many: str = "") -> str:
 
 def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """`--json [FILE]`: machine-readable output, on stdout without FILE."""
-    parser.add_argument(
+    import shtab
+
+    option = parser.add_argument(
         "--json",
         nargs="?",
         const="-",
@@ -158,6 +160,7 @@ def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write the result as JSON, to FILE or (instead of the table) to stdout",
     )
+    option.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
 
 
 def check_writable(where: str | None) -> None:

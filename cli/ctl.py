@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Final
 
 from kvslot import __version__
-from kvslot.cli import _common
+from kvslot.cli import _common, completion
 
 COMMANDS: Final = (
     "status", "top", "doctor", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "reload",
@@ -32,11 +32,13 @@ DESCRIPTION: Final = (
 EPILOG: Final = f"""\
 examples:
   kvslotctl status                             is the daemon there, and how full is it
+  kvslotctl doctor                             what is wrong with it, and what to do
+  kvslotctl top                                what it does, live
   kvslotctl map                                its blocks as a picture
   kvslotctl replay --demo                      what slots, sharing and one pool are worth, a minute or two
   kvslotctl replay mix200_a --policy all       one recorded trace under all policies
   kvslotctl replay --help                      all options of a command
-  kvslotctl --print-completion bash            completion for your shell (bash, zsh, tcsh)
+  kvslotctl --print-completion bash            completion for your shell (bash, zsh, fish, tcsh)
 
 {_common.EXIT_CODES}"""
 
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"kvslotctl {__version__}")
-    _add_completion(top)
+    completion.add_to(top)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = f"kvslot.cli.{name}"
@@ -62,12 +64,6 @@ def parser() -> argparse.ArgumentParser:
             continue  # a build without this command
         add(commands)
     return top
-
-
-def _add_completion(top: argparse.ArgumentParser) -> None:
-    import shtab
-
-    shtab.add_argument_to(top, ["--print-completion"])
 
 
 def main(argv: list[str] | None = None) -> int:
