@@ -1,0 +1,121 @@
+"""Metrics of a real daemon under load: every scrape parses, no counter falls, gauges are what a recount finds."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from kvslot.api.client.control import Control
+
+from ..faults.actors import Child, child
+from ..faults.engines import engine
+from ..tools.daemon import Running, running
+from .scraping import Scrape, fallen, recount, scrape, until_still
+
+
+def compare(found: Scrape, counted: dict[str, Any]) -> None:
+    """Each gauge of the recount is what the scrape says."""
+    for name, value in counted.items():
+        if name == "slots":
+            assert found.of("kvslot_pool_slots", "state") == value
+        else:
+            assert found[f"kvslot_pool_{name}"] == pytest.approx(value), name
+
+
+def sums(found: Scrape) -> None:
+    """What docs/metrics.md says adds up."""
+    slots = found.of("kvslot_pool_slots", "state")
+    block = found["kvslot_pool_block_slots"]
+    assert sum(slots.values()) == found["kvslot_pool_blocks"] * block
+    assert sum(slots.values()) - slots["padding"] == found["kvslot_pool_usable_slots"]
+    assert found["kvslot_pool_evictable_tokens"] + found["kvslot_pool_leased_tokens"] == slots["cached"]
+    left_out = sum(
+        found[f"kvslot_pool_{each}"] for each in ("unwritten_slots", "duplicate_tokens", "peeled_tokens")
+    )
+    assert found["kvslot_pool_held_tokens"] == slots["cached"] + slots["private"] - left_out
+    assert found["kvslot_pool_pinned_waste_slots"] == slots["free"] - found["kvslot_pool_free_blocks"] * block
+    gone = found["kvslot_sessions_gone_total"]
+    assert found["kvslot_sessions_opened_total"] - gone == sum(found.of("kvslot_sessions", "state").values())
+
+
+class Load:
+    """Engines that do anything, killed and replaced; stopped when something is to be looked at."""
+
+    def __init__(self, daemon: Running, stack: ExitStack, engines: int) -> None:
+        self._daemon = daemon
+        self._lives = 0
+        self._stacks = [stack.enter_context(closing(ExitStack())) for _ in range(engines)]
+        self.engines: list[Child] = [self._one(each) for each in self._stacks]
+
+    def _one(self, stack: ExitStack) -> Child:
+        self._lives += 1
+        return stack.enter_context(child(engine(self._daemon.socket, self._lives)))
+
+    def replace(self, place: int) -> None:
+        """One is killed, and another comes."""
+        self._stacks[place].close()
+        self._stacks[place] = ExitStack()
+        self.engines[place] = self._one(self._stacks[place])
+
+    def signal(self, number: int) -> None:
+        for each in self.engines:
+            each.signal(number)
+
+
+def test_under_load_no_counter_falls_and_every_gauge_is_what_a_recount_finds() -> None:
+    """Engines work, are killed and replaced while compaction moves: scrapes agree with a recount."""
+    pool = {"blocks": 65, "quantum": 8}
+    with running(stall_seconds=60.0, compaction="forced", pools=[pool]) as daemon, ExitStack() as stack:
+        control = stack.enter_context(Control(str(daemon.socket)))
+        load = Load(daemon, stack, 3)
+        last = scrape(daemon.socket)
+        for place in (0, 1, 2, 0):
+            asked = last["kvslot_frames_total"]
+            while True:
+                found = scrape(daemon.socket)
+                assert not fallen(last, found)
+                sums(found)
+                last = found
+                if found["kvslot_frames_total"] > asked + 400:
+                    break
+                time.sleep(0.01)
+            load.signal(signal.SIGSTOP)
+            control.defrag("stop")
+            last, counted = until_still(daemon.socket, control, "default")
+            compare(last, counted)
+            sums(last)
+            assert not control.audit().faults
+            control.defrag("start")
+            load.signal(signal.SIGCONT)
+            load.replace(place)
+        deadline = time.monotonic() + 30
+        while (found := scrape(daemon.socket))["kvslot_sessions_lost_total"] < 4:
+            assert time.monotonic() < deadline, "each that was killed is lost"
+            time.sleep(0.05)
+        assert not fallen(last, found)
+        assert found["kvslot_audits_total"] == 4
+        assert found["kvslot_audit_faults_total"] == 0
+        assert found["kvslot_pool_moved_tokens_total"] > 0, "the recount is to see moves, too"
+        assert found["kvslot_pool_evicted_tokens_total"] > 0
+
+
+def test_a_recount_that_differs_is_found() -> None:
+    """The comparison itself can fail: a scrape from before a change is not what a recount after it finds."""
+    from ..tools.wire import Wire, tokens
+
+    with running() as daemon, Control(str(daemon.socket)) as control:
+        before, counted = until_still(daemon.socket, control, "default")
+        compare(before, counted)
+        with Wire(daemon.socket) as wire:
+            from kvslot.api.wire import messages
+
+            wire.hello()
+            wire.call(messages.Allocate, namespace=wire.namespace, sequence=1, tokens=tokens(5))
+            with pytest.raises(AssertionError):
+                compare(before, recount(control, "default"))
+            after, counted = until_still(daemon.socket, control, "default")
+            compare(after, counted)
