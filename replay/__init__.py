@@ -4,6 +4,7 @@ The face of this room: `load` a trace (`find` resolves names of bundled ones), d
 `replay` one run, or `run_cases` for many into a `ReplayResult`.
 """
 
+from kvslot.replay.advice import Advice, AdviceResult, Present, advise, present_of
 from kvslot.replay.cases import Case, means, run_cases
 from kvslot.replay.clairvoyant import Nodes
 from kvslot.replay.engine import (
@@ -38,12 +39,15 @@ from kvslot.replay.traces import (
 
 __all__ = [
     "PHASES",
+    "Advice",
+    "AdviceResult",
     "Case",
     "CompactionReport",
     "Expander",
     "Nodes",
     "Outcome",
     "PolicyFault",
+    "Present",
     "Quantiles",
     "QuietNight",
     "RecordedLoad",
@@ -57,6 +61,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceFile",
+    "advise",
     "bundled",
     "find",
     "load",
@@ -64,6 +69,7 @@ __all__ = [
     "max_concurrent_sessions",
     "means",
     "peak_live_tokens",
+    "present_of",
     "replay",
     "run_cases",
 ]

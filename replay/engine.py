@@ -133,6 +133,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Who chooses the moves; "greedy" is the baseline."""
     purposes: tuple[str, ...] = ()
     """What may be moved for; (): everything."""
+    append: str = "chain"
+    """`slotted` only: how a sequence goes on behind a shared partial slot; or "peel", by copying that."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -825,6 +827,7 @@ def replay(
                 compaction=config.compaction,
                 planner=config.planner,
                 purposes=config.purposes,
+                append=config.append,
             ),
         )
         for _ in range(count)

@@ -62,6 +62,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`slotted` only: who chooses the moves; "greedy" is the baseline, see `kvslot.replay.compaction`."""
     purposes: tuple[str, ...] = ()
     """`slotted` only: what may be moved for; (): everything that the planner knows."""
+    append: str = "chain"
+    """`slotted` only: how a sequence goes on behind a shared partial slot, "chain" or "peel"."""
 
 
 class Admitted(NamedTuple):

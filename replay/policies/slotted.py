@@ -5,7 +5,8 @@
 
 Slots are handed out by run: a piece may begin at any slot and end at any slot, so several short pieces share a block,
 and a prompt of 30,000 tokens is one extent where the free space allows.  Hits end at any token.  Nothing is copied to
-append (`chain`).  This module only translates; all rules are the core's, and all moves those of `replay/compaction.py`.
+append, unless `peel` is asked for.  This module only translates; all rules are the core's, and all moves those of
+`replay/compaction.py`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class SlottedPolicy:
                 watermark=config.watermark,
                 eviction=config.eviction,
                 fill_holes=config.fill_holes,
+                append=config.append,
             )
             self.pool = Pool(core if config.emptying else msgspec.structs.replace(core, emptying=1))
         except BadRequest as error:
