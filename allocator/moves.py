@@ -216,6 +216,8 @@ class Moves:
                     whole[-1] += part[i + 1]
                 else:
                     whole += part[i : i + 2]
+        if pool.ledger.recorder is not None:
+            pool.ledger.recorder.moved(move.source, move.target)
         pool.ledger.shift_all(move.target, move.length, MOVING, CACHED)
         tree.set_extents(node, whole)
         self.moved_tokens += move.length

@@ -6,13 +6,22 @@ where the owner lives; this module only keeps the sums, and they always satisfy
     free + private + cached + fenced + moving + reserved + quarantined + padding = slots
 
 `audit()` recounts both sides from the owners.  A journal, when one is hooked in, sees every change as
-(slot, length, source, target): tests keep a shadow map with it, a later crash journal can do the same.
+(slot, length, source, target): tests keep a shadow map with it.
+
+A recorder is told what a change of state does not tell: what cached slots hold.  It is told first, so that whoever
+reads what both have written finds no slot cached without what it holds:
+
+    publish    the columns of the slots, then private -> cached         moved    copies of them, then moving -> cached
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kvslot.allocator.results import Space
 
 Journal = Callable[[int, int, int, int], None]
 
@@ -34,15 +43,35 @@ class State(IntEnum):
 FREE, PRIVATE, CACHED, FENCED, MOVING, RESERVED, QUARANTINED, PADDING = range(8)
 
 
+class Recorder(Protocol):
+    """Who keeps what is cached where for a later life of the pool; extents are flat."""
+
+    def publish(
+        self, extents: list[int], tokens: bytes, before: int, root: int, priority: int, expiry: float
+    ) -> None:
+        """Private slots are about to be cached: `tokens`, behind the one in slot `before` (-1: behind the root)."""
+
+    def moved(self, source: list[int], target: list[int]) -> None:
+        """The slots of `target`, as many as those of `source`, are about to be cached in their place."""
+
+    def opened(self, root: int, space: Space) -> None:
+        """A namespace has this root from now on."""
+
+    def closed(self, root: int) -> None:
+        """... and nothing is cached in it any more."""
+
+
 class Ledger:
     """Sums of slots per state, kept incrementally."""
 
-    __slots__ = ("counts", "journal", "slots")
+    __slots__ = ("counts", "holder", "journal", "recorder", "slots")
 
     def __init__(self, slots: int, padding: int) -> None:
         self.slots = slots
         self.counts = [slots - padding, 0, 0, 0, 0, 0, 0, padding]
         self.journal: Journal | None = None
+        self.recorder: Recorder | None = None
+        self.holder = 0  # whose the slots are that turn from free to private: the `mark` of their session
 
     def shift(self, slot: int, length: int, source: int, target: int) -> None:
         """Turns `length` slots from `slot` on from state `source` into `target`."""

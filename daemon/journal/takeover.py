@@ -1,0 +1,91 @@
+"""A pool made from what a journal says, and the journal made to say what has come of it.
+
+    read ──► who of then is proven gone? ──► restore ──► columns as the pool is now ──► the writer goes on
+
+What the columns said stays true until they say something else, store by store, so that dying in between costs nothing
+but time: slots turn from private to quarantined, from cached (and not restored) to quarantined after their owner has
+become nobody, and those of the gone to free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvslot.allocator import Pool
+from kvslot.allocator import Session as Core
+from kvslot.allocator.restore import Restored, restore
+from kvslot.allocator.slots import CACHED, FREE, PADDING, QUARANTINED
+from kvslot.daemon.journal.columns import HELD, Columns
+from kvslot.daemon.journal.reader import Found, read
+from kvslot.daemon.journal.writer import Session, Writer
+
+
+class Takeover(NamedTuple):
+    """What was taken over."""
+
+    writer: Writer
+    restored: Restored
+    found: Found
+    living: list[Session]
+    """Sessions of then whose processes may live."""
+    gone: list[Session]
+
+
+def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) -> Takeover:
+    """Fills a new pool with what its journal says, and has the journal go on.
+
+    `lives`: whether a session's process may still be there; False is proof that it is not.
+    """
+    found = read(columns, pool.unit)
+    living = [each for each in found.sessions if lives(each)]
+    alive = {each.number for each in living}
+    known = {each.number: each for each in found.sessions}
+    groups: dict[int, list[int]] = {}
+    for each in found.sessions:
+        groups.setdefault(each.group or each.number, []).append(each.number)
+    free = found.free
+    holders = {}
+    for members in groups.values():
+        used = {number: found.private.get(number) for number in members}
+        held = any(known[number].holds or used[number] is not None for number in members)
+        for number, slots in used.items():
+            if held and alive.intersection(members):
+                holders[number] = slots if slots is not None else np.zeros(0, np.int32)
+            elif slots is not None:
+                free[slots] = True  # nothing that could touch them is left
+    engines = [members for members in groups.values() if len(members) > 1 and members[0] in holders]
+    restored = restore(pool, free, found.stretches, found.spaces, holders, engines)
+    for number, session in restored.sessions.items():
+        session.mark = number
+        if number not in alive:
+            pool.gone(session)  # its slots wait for the others of its engine
+    _settle(columns, pool, restored)
+    writer = Writer(columns, pool.padding, pool.ledger, new=False)
+    writer.go_on(found, restored.roots)
+    pool.ledger.journal = writer.shift
+    pool.ledger.recorder = writer
+    return Takeover(writer, restored, found, living, [each for each in found.sessions if each not in living])
+
+
+def _settle(columns: Columns, pool: Pool, restored: Restored) -> None:
+    """The columns say what the pool is now."""
+    owner = np.frombuffer(columns.owner, np.uint64)
+    state = np.frombuffer(columns.state, np.uint8)
+    if restored.everybody is not None:
+        owner[restored.left] = HELD
+    new = np.full(pool.slots, QUARANTINED, np.uint8)
+    new[: pool.padding] = PADDING
+    for start, length in pool.runs.length_at.items():
+        new[start : start + length] = FREE
+    tree = pool.tree
+    for node in tree.live():
+        extents = tree.extents(node)
+        for i in range(0, len(extents), 2):
+            new[extents[i] : extents[i] + extents[i + 1]] = CACHED
+    state[:] = new
+
+
+__all__ = ["Core", "Takeover", "take_over"]
