@@ -6,6 +6,7 @@
     defrag       ---> allocator
     allocator, api's wire and client ---> nothing of ours
     benchmarks   ---> what they measure, so all but cli
+    systemd      ---> nothing of ours: files, and what puts them in their places
 
 A room hands on its face in `__init__.py`, and so does a folder within it that has one; what starts with an underscore
 stays inside. Rooms that see only faces import what a face's `__all__` names.
@@ -31,6 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "engines": {"api", "replay"},
     "cli": {"api", "replay", "benchmarks"},
     "benchmarks": {"allocator", "defrag", "api", "daemon", "replay"},
+    "systemd": set(),
 }
 FACES_ONLY = {"engines", "cli"}
 

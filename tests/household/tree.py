@@ -34,6 +34,6 @@ def tracked() -> list[str]:
 
 def python_files() -> list[Path]:
     """All Python files of rooms, tests, examples and docs, sorted; the links under src/ are not followed."""
-    tops = [*rooms(), "tests", "examples", "docs", "systemd"]
+    tops = [*rooms(), "tests", "examples", "docs"]
     found = [path for top in tops for path in (ROOT / top).rglob("*.py")]
     return sorted([*found, ROOT / "src/kvslot/__init__.py"])
