@@ -458,7 +458,7 @@ def waiting(p: Picture) -> list[Finding]:
         else:
             count = _common.several(len(tickets), "request")
             found.append(_ok("waiting", name, f"{count} waiting", f"none longer than {TICKET_S:.0f} s"))
-    return found
+    return found or [_unknown("waiting", "the daemon tells nothing of it", "it is of an older version")]
 
 
 def pins(p: Picture) -> list[Finding]:

@@ -25,7 +25,7 @@ from .views import compaction_of, made, view_of
 COMMANDS = ("status", "clients", "map", "tree", "frag", "audit")
 OTHERS = {
     "evict": ["5"], "tickets": [], "latency": [], "settings": [], "set": ["log_level", "debug"], "drain": [],
-    "defrag": ["status"],
+    "defrag": ["status"], "top": ["--count", "1"], "pin": [], "unpin": ["1"], "reload": [],
 }  # fmt: skip
 """Commands that show no pool, each with what it needs."""
 EVERY = (*COMMANDS, *OTHERS)
@@ -103,7 +103,8 @@ KEYS = {
         "generation namespaces usable free private cached fenced moving reserved quarantined padding blocks "
         "blocks_free tokens_held unwritten duplicate_tokens peeled_tokens evictable leased pinned pinned_waste_tokens "
         "largest_free_run nodes sequences sessions tickets moves evicted_tokens copied_tokens moved_tokens "
-        "extents_given extent_tokens hit_tokens prompt_tokens bad_handles late_completions internal_fragmentation_pct"
+        "extents_given extent_tokens hit_tokens lost_hit_tokens prompt_tokens bad_handles late_completions "
+        "internal_fragmentation_pct"
     ),
     "clients": (
         "session name pid uid pool state stalled age_s page sequences charged quota fenced pins submitted completed "
@@ -116,7 +117,7 @@ KEYS = {
     "frag": (
         "pool block_size blocks blocks_free free internal_waste_pct reserved_pct unwritten duplicate_tokens "
         "peeled_tokens pinned_waste_tokens pinned_waste_pct free_runs hole_tokens largest_free_run scatter_pct "
-        "extents_per_1k_tokens usable_run_pct"
+        "extents_per_1k_tokens usable_run_pct lost_hit_tokens"
     ),
     "audit": "pool sound faults milliseconds",
 }
@@ -637,7 +638,7 @@ def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show
     assert "is it a kvslotd" in show("status", code=5)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "evict", "tickets", "defrag"])
+@pytest.mark.parametrize("command", [*COMMANDS, "evict", "tickets", "defrag", "top", "pin"])
 def test_an_unknown_pool_names_those_there_are(command: str, daemon: FakeDaemon, show: Shown) -> None:
     """A typing error is a matter of usage."""
     more = OTHERS.get(command, [])
@@ -659,18 +660,18 @@ def test_an_empty_daemon_is_shown_plainly(tmp_path: Path, show: Shown) -> None:
 
 def test_completion_knows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     """The shells' completion has the commands and their options, and files where a file is meant."""
-    for shell in ("bash", "zsh", "tcsh"):
+    for shell in ("bash", "zsh", "fish", "tcsh"):
         with pytest.raises(SystemExit) as end:
             ctl.main(["--print-completion", shell])
         assert end.value.code == 0
         told = capsys.readouterr().out
-        for command in EVERY:
+        for command in (*EVERY, "doctor"):
             assert command in told
         assert "drain_seconds" in told
         assert "socket" in told
 
 
-@pytest.mark.parametrize("command", EVERY)
+@pytest.mark.parametrize("command", [*EVERY, "doctor"])
 def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What a command means, how it is called, and what its exit code tells."""
     with pytest.raises(SystemExit) as end:

@@ -12,9 +12,9 @@ from kvslot.allocator import Pool, PoolConfig, Session
 from kvslot.api.wire import messages
 from kvslot.daemon import inspection, process
 from kvslot.daemon.collector import Collector
-from kvslot.daemon.totals import Totals
 from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
+from kvslot.daemon.totals import Totals
 
 SLOT_BYTES = 64
 EVERYTHING = 1 << 40
