@@ -44,6 +44,10 @@ class Account:
         self.room = room  # of `unwritten` from which on no more growth runs are handed out
         self.ceiling = slots  # what `charged` cannot have passed: more than `slots` after that was lowered
 
+    def left(self) -> int:
+        """Slots that may still be taken."""
+        return UNLIMITED if self.slots >= UNLIMITED else self.slots - self.charged
+
     def limit(self, *, slots: int, room: int) -> None:
         """Other limits from now on; who holds more than that keeps it and gets no more."""
         self.slots, self.room = slots, room

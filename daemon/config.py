@@ -27,6 +27,7 @@ import pwd
 import re
 import tomllib
 import typing
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -47,6 +48,7 @@ FILE_BYTES_MAX: Final = 1 << 20
 SOCKET_PATH_MAX: Final = 103
 """Bytes; the kernel's sockaddr_un holds 107, and the socket is first bound under a name that is 4 longer."""
 POOLS_MAX: Final = 64
+TENANTS_MAX: Final = 1024
 SIZE_MAX: Final = 1 << 46
 """Bytes; 64 TiB, beyond what a machine has and within what a mapping can be."""
 
@@ -213,6 +215,45 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = round(_CORE.reclaim_patience * 1000)
 
 
+class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[tenant]]`: who may open its namespaces, and how much of a pool it may have."""
+
+    name: Annotated[
+        str, Rule("text", "the tenant that clients name; '*': all that have no table of their own", high=256)
+    ] = ""
+    users: Annotated[
+        tuple[int, ...],
+        Rule("users", "who may open its namespaces; neither users nor groups: whoever may connect"),
+    ] = ()
+    groups: Annotated[
+        tuple[int, ...], Rule("groups", "whose members, supplementary groups included, may open them too")
+    ] = ()
+    slots: Annotated[
+        int,
+        Rule("whole", "most slots of each pool that are its sessions' own; 0: all", "slots", 0, MAX_SLOTS),
+    ] = 0
+    sessions: Annotated[
+        int, Rule("whole", "most sessions, those included that are cleaned up; 0: any", "sessions", 0, 65536)
+    ] = 0
+    reserved_runs: Annotated[
+        int,
+        Rule(
+            "whole",
+            "growth runs that stand ready and unwritten in its sequences of each pool, from which on no more are "
+            "handed out; 0: any",
+            "runs",
+            0,
+            MAX_SLOTS,
+        ),
+    ] = 0
+    requests_per_second: Annotated[
+        float,
+        Rule(
+            "real", "most new requests (Allocate, Probe, Pin), a second's worth at once; 0: any", "", 0, 1e6
+        ),
+    ] = 0.0
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that the daemon is told.  What `load` returns has been checked, and has every default filled in."""
 
@@ -231,21 +272,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[int, ...], Rule("users", "who may use control verbs, beside root and the daemon's own user")
     ] = ()
     control_gids: Annotated[tuple[int, ...], Rule("groups", "groups that may use control verbs")] = ()
-    admin: Annotated[bool, Rule("flag", "the admin API: views, metrics, acts and a live page, over HTTP")] = True
+    admin: Annotated[bool, Rule("flag", "the admin API: views, metrics, acts and a live page, over HTTP")] = (
+        True
+    )
     admin_socket: Annotated[
         str, Rule("path", "its Unix socket; unset: admin.sock beside the other one", high=4096)
     ] = ""
     admin_socket_mode: Annotated[
         int, Rule("mode", "permissions of that socket: who can connect may look", high=0o777)
     ] = 0o660
-    admin_socket_group: Annotated[
-        str, Rule("text", "group of that socket; empty: the daemon's", high=64)
-    ] = ""
+    admin_socket_group: Annotated[str, Rule("text", "group of that socket; empty: the daemon's", high=64)] = (
+        ""
+    )
     admin_tcp: Annotated[
         str,
         Rule("text", 'address and port to serve the admin API on as well, say "127.0.0.1:9477"', high=64),
     ] = ""
-    admin_tcp_any: Annotated[bool, Rule("flag", "that address may be another one than a loopback one")] = False
+    admin_tcp_any: Annotated[bool, Rule("flag", "that address may be another one than a loopback one")] = (
+        False
+    )
     admin_token_file: Annotated[
         str, Rule("path", "tokens that may look over TCP, one a line; needed for admin_tcp", high=4096)
     ] = ""
@@ -255,6 +300,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin_connections: Annotated[
         int, Rule("whole", "connections to the admin API at a time", "connections", 2, 1024)
     ] = 32
+    client_uids: Annotated[
+        tuple[int, ...],
+        Rule(
+            "users",
+            "who may connect, of those whom the socket's mode lets in; neither these nor client_gids: all of them",
+        ),
+    ] = ()
+    client_gids: Annotated[
+        tuple[int, ...], Rule("groups", "groups that may connect, supplementary ones included")
+    ] = ()
     sessions_max: Annotated[int, Rule("whole", "sessions at a time", "sessions", 1, 65536)] = 256
     sequences_max: Annotated[
         int, Rule("whole", "running sequences of one session", "sequences", 1, 1 << 20)
@@ -342,8 +397,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str, Rule("choice", "the least that is logged", choices=("debug", "info", "warning", "error"))
     ] = "info"
     pools: tuple[PoolSettings, ...] = ()
+    tenants: tuple[TenantSettings, ...] = ()
 
 
+RELOADABLE: Final = ("client_uids", "client_gids", "tenants")
+"""Settings that SIGHUP changes and SetConfig does not: what they say concerns who comes from then on."""
 CHANGEABLE: Final = (
     "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us",
     "compaction", "compaction_start", "compaction_stop", "compaction_run_blocks", "compaction_duty",
@@ -396,9 +454,10 @@ def read(
     problems: list[str] = []
     given: dict[str, Value] = {}
     pools: list[dict[str, Value]] = []
+    tenants: list[dict[str, Value]] = []
     file = Path(path) if path is not None else None
     if file is not None:
-        _from_file(file, given, pools, problems)
+        _from_file(file, given, pools, tenants, problems)
     _from_outside(_environment(environ), given, pools, problems)
     _from_outside(_flags(overrides or {}, flags or {}), given, pools, problems)
 
@@ -417,7 +476,7 @@ def read(
             broken.add(index)
         made.append(PoolSettings(**fields))
     _check_pools(made, pools, broken, problems)
-    settings = Settings(**values, pools=tuple(made))
+    settings = Settings(**values, pools=tuple(made), tenants=_tenants(tenants, origins, problems))
     _check_settings(settings, given, set(given) - set(values), problems)
     if problems:
         raise ConfigError(problems)
@@ -433,7 +492,11 @@ def default_socket(environ: Mapping[str, str]) -> str:
 
 
 def _from_file(
-    file: Path, given: dict[str, Value], pools: list[dict[str, Value]], problems: list[str]
+    file: Path,
+    given: dict[str, Value],
+    pools: list[dict[str, Value]],
+    tenants: list[dict[str, Value]],
+    problems: list[str],
 ) -> None:
     try:
         with file.open("rb") as stream:
@@ -447,17 +510,18 @@ def _from_file(
         raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"{file}: not TOML: {error}"]) from None
-    tables = tree.pop("pool", [])
-    if isinstance(tables, dict):
-        tables = [tables]
-    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-        problems.append(f"{file}: pool is no table: write [[pool]] and its settings below it")
-        tables = []
-    if len(tables) > POOLS_MAX:
-        problems.append(f"{file}: {len(tables)} pools: up to {POOLS_MAX} are allowed")
     where, base = str(file), file.absolute().parent
+    for kind, most, found in (("pool", POOLS_MAX, pools), ("tenant", TENANTS_MAX, tenants)):
+        tables = tree.pop(kind, [])
+        if isinstance(tables, dict):
+            tables = [tables]
+        if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+            problems.append(f"{file}: {kind} is no table: write [[{kind}]] and its settings below it")
+            tables = []
+        if len(tables) > most:
+            problems.append(f"{file}: {len(tables)} {kind}s: up to {most} are allowed")
+        found += [{key: Value(value, where, base) for key, value in table.items()} for table in tables]
     given.update({key: Value(value, where, base) for key, value in tree.items()})
-    pools += [{key: Value(value, where, base) for key, value in table.items()} for table in tables]
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
@@ -579,6 +643,7 @@ def _rules_of(struct: type[msgspec.Struct]) -> dict[str, Rule]:
 
 SETTINGS: Final = _rules_of(Settings)
 POOL: Final = _rules_of(PoolSettings)
+TENANT: Final = _rules_of(TenantSettings)
 LAYOUT: Final = _rules_of(LayoutTable)
 
 
@@ -849,6 +914,38 @@ def group_id(name: str) -> int:
     return int(name) if name.isdigit() else grp.getgrnam(name).gr_gid
 
 
+def _tenants(
+    given: list[dict[str, Value]], origins: dict[str, str], problems: list[str]
+) -> tuple[TenantSettings, ...]:
+    """The tenants; names that are the same, or look it, are a problem: one of the two would be met by surprise."""
+    made: list[TenantSettings] = []
+    seen: dict[str, str] = {}
+    for index, table in enumerate(given):
+        found = len(problems)
+        named = table.get("name")
+        label = f"tenant.{named.value if named is not None else ''}."
+        fields = _convert(table, TENANT, f"tenant[{index}] ", origins, label, problems)
+        source = next((each.where for each in table.values()), "default")
+        at = f"{source}: tenant[{index}]"
+        if named is None:
+            problems.append(
+                f'{at}: name is missing; write name = "..." as clients say it, name = "" for those that name no '
+                'tenant, or name = "*" for all that are not listed'
+            )
+        if len(problems) > found:
+            continue
+        tenant = TenantSettings(**fields)
+        folded = unicodedata.normalize("NFKC", tenant.name)
+        if folded in seen:
+            same = "is there already" if seen[folded] == tenant.name else f"looks like {seen[folded]!r}"
+            problems.append(
+                f"{at}: name = {tenant.name!r} {same}; give each tenant one table, and a name of its own"
+            )
+        seen.setdefault(folded, tenant.name)
+        made.append(tenant)
+    return tuple(made)
+
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -1045,6 +1142,12 @@ def dump(effective: Effective, sums: Sequence[PoolSum]) -> str:
     origins = effective.origins
     for key, rule in SETTINGS.items():
         lines.append(_line(key, getattr(effective.settings, key), rule, origins.get(key, "default")))
+    for tenant in effective.settings.tenants:
+        lines += ["", "[[tenant]]"]
+        lines += [
+            _line(key, getattr(tenant, key), rule, origins.get(f"tenant.{tenant.name}.{key}", "default"))
+            for key, rule in TENANT.items()
+        ]
     for pool, total in zip(effective.settings.pools, sums, strict=True):
         planes = f"{total.planes} {'plane' if total.planes == 1 else 'planes'}"
         lines += [
@@ -1066,7 +1169,9 @@ def dump(effective: Effective, sums: Sequence[PoolSum]) -> str:
 def documentation() -> list[str]:
     """A table row, in Markdown, for each setting; docs/daemon.md holds them all."""
     rows = []
-    for struct, rules in ((Settings, SETTINGS), (PoolSettings, POOL), (LayoutTable, LAYOUT)):
+    for struct, rules in (
+        (Settings, SETTINGS), (PoolSettings, POOL), (LayoutTable, LAYOUT), (TenantSettings, TENANT),
+    ):  # fmt: skip
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
         for key, rule in rules.items():
             value = defaults[key]
@@ -1114,8 +1219,8 @@ def _unknown(key: str, rules: Mapping[str, Rule]) -> str:
         return "is a setting of a pool: put it below [[pool]]"
     if rules is POOL and key in SETTINGS:
         return "is a setting of the daemon, for all pools: put it above the first [[pool]]"
-    if rules is SETTINGS and key == "pools":
-        return "is not a setting: write [[pool]] for each pool"
+    if rules is SETTINGS and key in ("pools", "tenants"):
+        return f"is not a setting: write [[{key[:-1]}]] for each {key[:-1]}"
     near = difflib.get_close_matches(key, list(rules), 3, 0.6)
     if near:
         return f"is not a setting: did you mean {' or '.join(near)}?"
@@ -1140,8 +1245,10 @@ __all__ = [
     "LayoutTable",
     "PoolSettings",
     "PoolSum",
+    "RELOADABLE",
     "Rule",
     "Settings",
+    "TenantSettings",
     "changed",
     "check_changeable",
     "check_memory",

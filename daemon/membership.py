@@ -29,11 +29,15 @@ from kvslot.api.wire.page import EPOCH
 
 if TYPE_CHECKING:
     from kvslot.daemon.connection import Connection
+    from kvslot.daemon.identity import Tenant
     from kvslot.daemon.pools import HostedPool
 
 SO_PEERPIDFD: Final = (
     77  # since Linux 6.5: the very process that connected, even if its number was given away since
 )
+SO_PEERGROUPS: Final = 59
+GROUPS_MAX: Final = 65536
+"""Of a process, by the kernel."""
 _credentials = struct.Struct("3i")
 
 
@@ -43,13 +47,28 @@ class Peer(NamedTuple):
     pid: int
     uid: int
     gid: int
+    groups: tuple[int, ...] = ()  # supplementary ones
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Process, user and group at the other end, as they were when it connected."""
-    return Peer(
-        *_credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size))
+    """Process, user and groups at the other end, as they were when it connected."""
+    pid, uid, gid = _credentials.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _credentials.size)
     )
+    return Peer(pid, uid, gid, groups_of(sock))
+
+
+def groups_of(sock: socket.socket) -> tuple[int, ...]:
+    """The supplementary groups of the process at the other end, as they were when it connected."""
+    for room in (256, GROUPS_MAX):
+        try:
+            told = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * room)
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                return ()  # before Linux 4.13
+        else:
+            return struct.unpack(f"{len(told) // 4}I", told)
+    return ()
 
 
 def watch(sock: socket.socket, peer: Peer) -> int:
@@ -138,6 +157,7 @@ class Member:
         self.sequences: dict[int, Entry] = {}
         self.by_handle: dict[int, int] = {}
         self.roots: dict[int, None] = {}  # namespaces it has opened
+        self.tenants: list[Tenant] = []  # whose those are
         self.frames = 0
         self.posted_errors = 0
         self.rings, self.rings_since = 0, since  # of its bell, and from when on they are counted

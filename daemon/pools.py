@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvslot.allocator import Pool, PoolConfig
+from kvslot.allocator import UNLIMITED, Pool, PoolConfig
 from kvslot.api.wire import messages
+from kvslot.daemon.identity import OTHERS
 from kvslot.daemon.journal.states import States
 from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
 
 if TYPE_CHECKING:
-    from kvslot.daemon.config import PoolSettings
+    from collections.abc import Sequence
+
+    from kvslot.daemon.config import PoolSettings, TenantSettings
     from kvslot.daemon.device.memory import MemoryDevice
     from kvslot.daemon.layout import Layout
     from kvslot.daemon.membership import Member
@@ -58,6 +61,20 @@ class HostedPool:
             planes=layout.place(core.slots),
             append=config.append,
         )
+
+    def limit(self, tenants: Sequence[TenantSettings]) -> None:
+        """Gives each tenant that is listed its account, and takes the limits off those that are no more."""
+        core = self.core
+        listed = {each.name: each for each in tenants}
+        for name in (*core.accounts, None):
+            if (OTHERS if name is None else name) not in listed:
+                core.limit(name)
+        for name, each in listed.items():
+            core.limit(
+                None if name == OTHERS else name,
+                slots=each.slots or UNLIMITED,
+                runs=each.reserved_runs or UNLIMITED,
+            )
 
     def enter(self, root: int) -> None:
         """One more session uses the namespace."""

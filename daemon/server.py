@@ -54,12 +54,13 @@ from kvslot.api.wire.errors import CODES
 from kvslot.daemon import config, inspection, logs, process
 from kvslot.daemon.collector import Collector
 from kvslot.daemon.compactor import Compactor
-from kvslot.daemon.config import CHANGEABLE
+from kvslot.daemon.config import CHANGEABLE, RELOADABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.health import Health
 from kvslot.daemon.hub import Hub
+from kvslot.daemon.identity import Identity
 from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
@@ -140,12 +141,17 @@ class Server:
         self._graves: list[dict[int, Any]] = []  # of ended sessions, emptied in slices too
         self._looking = False
         self._drain_deadline = 0.0
-        self._audits: dict[int, tuple[Connection, int, float, int, str]] = {}  # pipe: who asked, id, when, pid, pool
+        self._audits: dict[
+            int, tuple[Connection, int, float, int, str]
+        ] = {}  # pipe: who asked, id, when, pid, pool
         self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
         self.table: Mapping[type, Row] = TABLE
         self.recorders = Recorders(self)
         self._uids = {0, os.geteuid(), *settings.control_uids}
         self._gids = set(settings.control_gids)
+        self.identity = Identity(settings)
+        for pool in pools:
+            pool.limit(settings.tenants)
         self._counts = self.latency.counts
         self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -186,7 +192,7 @@ class Server:
 
     def may_control(self, peer: Peer) -> bool:
         """Whether this user may say control verbs."""
-        return peer.uid in self._uids or peer.gid in self._gids
+        return peer.uid in self._uids or peer.gid in self._gids or not self._gids.isdisjoint(peer.groups)
 
     # -- answering ---------------------------------------------------------------------------------------------
 
@@ -205,6 +211,8 @@ class Server:
                 member.frames += 1
             elif row.permission is Permission.CONTROL:
                 self._check_control(connection, kind.__name__)
+                if kind is not messages.Inspect:
+                    self.identity.note(connection.peer, request)
             if not number and kind not in POSTED:
                 raise BadRequest(f"{kind.__name__} with id 0: only Free and Trim may be posted")
             reply = row.handler(self, connection, request, now)
@@ -248,6 +256,8 @@ class Server:
         refused = self.latency.refused
         refused[kind] = refused.get(kind, 0) + 1
         self.totals.refuse(kind, code)
+        if code == Denied.code and asked.connection is not None:
+            self.identity.deny(asked.connection.peer, kind.__name__, message)
         limited(
             log, "refused", 10.0, level="info", kind=f"{kind.__name__}{code}",
             code=CODES[code].__name__, message=message[:MESSAGE_MOST],
@@ -346,6 +356,7 @@ class Server:
             if request.sequence not in member.sequences:
                 return False
             need = request.tokens
+            account = pool.sequences[member.sequences[request.sequence].handle].account
         elif (
             self.draining
             or request.namespace not in member.roots
@@ -356,11 +367,12 @@ class Server:
             return False
         else:
             need = len(request.tokens) >> 2
+            account = pool.account_of[request.namespace]
         if need > pool.usable:
             return False
         if isinstance(request, messages.Allocate):
             need -= pool.touch(request.namespace, request.tokens)
-        if need <= LONG_TOKENS or need > member.session.quota_left():
+        if need <= LONG_TOKENS or need > min(member.session.quota_left(), account.left()):
             return False  # nobody else's cache is emptied for what will be refused
         cells = need // cell + 2
         missing = need > runs.cells_free * cell and need > runs.total + pool.ledger.counts[FENCED]
@@ -569,6 +581,12 @@ class Server:
                 connection.refuse(
                     Busy(f"{self._connections_max} connections are open, which is the most (sessions_max)")
                 )
+                continue
+            try:
+                self.identity.check_connect(peer)
+            except Denied as denied:
+                self.identity.deny(peer, "connect", str(denied))
+                connection.refuse(denied)
 
     def joined(self, connection: Connection, member: Member) -> None:
         """A session has been opened."""
@@ -716,6 +734,7 @@ class Server:
         del hosted.members[member.session.handle]
         hosted.fencing.discard(member)
         hosted.leave(member.roots)
+        self.identity.leave(member)
         for descriptor in (member.pidfd, member.wake):
             if descriptor >= 0:
                 self.loop.remove_reader(descriptor)
@@ -966,14 +985,19 @@ class Server:
         finally:
             self.service.reloaded(self)
         if self._endpoints and self._endpoints[0].passed:
-            settings = msgspec.structs.replace(settings, socket=self.settings.socket)  # it is not the file's to say
+            settings = msgspec.structs.replace(
+                settings, socket=self.settings.socket
+            )  # it is not the file's to say
         changed = [
             name
             for name in type(settings).__struct_fields__
             if getattr(settings, name) != getattr(self.settings, name)
         ]
-        taken = {name: getattr(settings, name) for name in changed if name in CHANGEABLE}
+        taken = {name: getattr(settings, name) for name in changed if name in CHANGEABLE + RELOADABLE}
         self.settings = msgspec.structs.replace(self.settings, **taken)
+        self.identity.change(self.settings)
+        for hosted in self.pools.values():
+            hosted.limit(self.settings.tenants)
         if "log_level" in taken:
             logs.set_level(settings.log_level)
         if "compaction" in taken:

@@ -115,11 +115,12 @@ def _later(server: Server, hosted: HostedPool, answer: core.Later, number: int) 
     limited(
         log, "later", LATER_SECONDS, level="info", kind=hosted.name, pool=hosted.name, reason=str(answer.reason),
         needed=answer.needed, free_now=answer.free_now, coming_free=answer.coming_free,
-        evictable=answer.evictable,
+        evictable=answer.evictable, quota=str(answer.quota),
     )  # fmt: skip
     return messages.Later(
         number, answer.ticket, str(answer.reason), answer.needed, answer.free_now, answer.coming_free,
         answer.evictable, answer.retry_after_ms, [members[each].number for each in answer.stalled if each in members],
+        answer.quota, answer.limit,
     )  # fmt: skip
 
 
@@ -127,9 +128,9 @@ def _never(server: Server, hosted: HostedPool, answer: core.Never, number: int) 
     server.totals.never[hosted.name] += 1
     limited(
         log, "never", LATER_SECONDS, kind=hosted.name, pool=hosted.name, needed=answer.needed,
-        limit=answer.limit,
+        limit=answer.limit, quota=str(answer.quota),
     )  # fmt: skip
-    return messages.Never(number, answer.needed, answer.limit)
+    return messages.Never(number, answer.needed, answer.limit, answer.quota)
 
 
 def _first_copied(pool: core.Pool, handle: int) -> int:
@@ -172,6 +173,8 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise Busy(
             f"all sessions that there may be are open: {len(server.sessions)} (sessions_max, or what descriptors allow)"
         )
+    tenant = server.identity.check(peer, m.namespace.tenant)
+    server.identity.check_session(tenant)
     hosted = server.hosted(m.pool)
     if m.group and not m.map:
         raise BadRequest("a session without memory has no steps, so it cannot be one of a group")
@@ -193,7 +196,9 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         if m.group:
             first = server.sessions.get(m.group)
             if first is None or not hmac.compare_digest(first.secret, m.secret):
+                _guessed(server, connection, first, "group")
                 raise NotFound(f"no session {m.group} with this secret is open, to be joined")
+            server.identity.check_group(first, peer)
             if first.hosted is not hosted:
                 raise BadRequest(f"session {m.group} is of pool {first.hosted.name!r}, not {hosted.name!r}")
             group = first.session
@@ -227,8 +232,15 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise
     member.roots[root] = None
     hosted.enter(root)
+    server.identity.join(member, tenant)
     server.joined(connection, member)
     return _welcome(server, connection, member, m.id, root)
+
+
+def _guessed(server: Server, connection: Connection, member: Member | None, what: str) -> None:
+    """Somebody named a session that there is, without its secret."""
+    if member is not None:
+        server.identity.deny(connection.peer, what, f"session {member.number} was named with a wrong secret")
 
 
 def _resume(server: Server, connection: Connection, m: messages.Hello, now: float) -> messages.Reply | None:
@@ -237,11 +249,13 @@ def _resume(server: Server, connection: Connection, m: messages.Hello, now: floa
     member = server.sessions.get(m.resume)
     peer = connection.peer
     if member is None or not hmac.compare_digest(member.secret, m.secret):
+        _guessed(server, connection, member, "resume")
         raise StaleSession(f"no session {m.resume} with this secret is left")
     if peer.pid != member.peer.pid or birth_of(peer.pid) != member.birth:
         raise Denied(
             f"session {m.resume} is of process {member.peer.pid}, and only that can take it up again"
         )
+    server.identity.recheck(member, peer)
     if member.connection is not None:
         # The process knows better than we do that the old connection is dead.
         member.connection.end("taken up by another connection")
@@ -303,6 +317,7 @@ def open_namespace(
     member = member_of(connection)
     if len(member.roots) >= NAMESPACES:
         raise TooLarge(f"{len(member.roots)} namespaces are open in this session, which is the most")
+    server.identity.open(member, m.namespace.tenant)
     root = _open(server, m.namespace, member.hosted.core)
     if root not in member.roots:
         member.roots[root] = None
@@ -314,6 +329,7 @@ def release(server: Server, connection: Connection, m: messages.Release, now: fl
     """A dead session of this process ends: it says that nothing of it is in use."""
     member = server.sessions.get(m.session)
     if member is None or not hmac.compare_digest(member.secret, m.secret):
+        _guessed(server, connection, member, "release")
         raise NotFound(f"no session {m.session} with this secret is left")
     peer = connection.peer
     if peer.pid != member.peer.pid or birth_of(peer.pid) != member.birth:
@@ -346,6 +362,8 @@ def ping(server: Server, connection: Connection, m: messages.Ping, now: float) -
 def probe(server: Server, connection: Connection, m: messages.Probe, now: float) -> messages.Reply:
     """How much is cached."""
     member = member_of(connection)
+    if server.identity.rated:
+        server.identity.check_rate(member, _root(member, m.namespace), now)
     return messages.Probed(m.id, member.hosted.core.probe(_root(member, m.namespace), m.tokens))
 
 
@@ -361,6 +379,8 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
         raise TooLarge(f"this session runs all sequences that it may: {len(sequences)} (sequences_max)")
     if m.namespace not in member.roots:
         _root(member, m.namespace)
+    if server.identity.rated and (late := server.identity.late(member, m, now)) is not None:
+        return late
     hosted = member.hosted
     pool = hosted.core
     answer = pool.allocate(
@@ -529,6 +549,8 @@ def pin(server: Server, connection: Connection, m: messages.Pin, now: float) -> 
     member = member_of(connection)
     if len(member.session.pins) >= server.settings.sequences_max:
         raise TooLarge(f"this session has all pins that it may: {len(member.session.pins)} (sequences_max)")
+    if server.identity.rated:
+        server.identity.check_rate(member, _root(member, m.namespace), now)
     handle, length = member.hosted.core.pin(member.session, _root(member, m.namespace), m.tokens)
     return messages.Pinned(m.id, handle, length)
 

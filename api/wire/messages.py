@@ -356,7 +356,9 @@ class Keep(Message, frozen=True, tag=39):
     id: Whole
     pool: Name = ""  # "": the first
     node: Whole = 0  # as `tree` lists it; 0: by `namespace` and `tokens`
-    length: Whole = 0  # tokens of the prefix that ends with `node`: tells it from another one that has its number now
+    length: Whole = (
+        0  # tokens of the prefix that ends with `node`: tells it from another one that has its number now
+    )
     namespace: Namespace = Namespace()
     tokens: bytes = b""
 
@@ -458,6 +460,10 @@ class Later(Message, frozen=True, tag=69):
     evictable: int
     retry_after_ms: int
     stalled: list[int] = []
+    quota: str = (
+        ""  # which one binds: "session", or of the tenant "slots", "reserved_runs", "requests_per_second"
+    )
+    limit: int = 0  # what it allows
 
 
 class Never(Message, frozen=True, tag=70):
@@ -466,6 +472,7 @@ class Never(Message, frozen=True, tag=70):
     id: int
     needed: int
     limit: int
+    quota: str = ""  # which one, as in Later; empty: the size of the pool
 
 
 class Committed(Message, frozen=True, tag=71):

@@ -17,6 +17,7 @@ from kvslot.daemon import config
 from kvslot.daemon.config import (
     ConfigError,
     PoolSettings,
+    TenantSettings,
     Settings,
     changed,
     check_memory,
@@ -443,9 +444,12 @@ def test_changed() -> None:
 
 def test_every_setting_has_a_rule_that_its_default_keeps() -> None:
     """Each field has a rule with a text, each number a unit or a bare share, and defaults are within their ranges."""
-    for struct, rules in ((Settings, config.SETTINGS), (PoolSettings, config.POOL)):
+    for struct, rules in (
+        (Settings, config.SETTINGS), (PoolSettings, config.POOL), (TenantSettings, config.TENANT),
+    ):  # fmt: skip
         fields = {field.name: field.default for field in msgspec.structs.fields(struct)}
-        fields.pop("pools", None)
+        for tables in ("pools", "tenants"):
+            fields.pop(tables, None)
         assert set(rules) == set(fields)
         for name, rule in rules.items():
             assert rule.text

@@ -125,7 +125,7 @@ BENT: dict[str, Callable[[Pool], object]] = {
     "what a tenant is charged": lambda p: bump(p.everyone, "charged"),
     "what a tenant has fenced": lambda p: bump(p.everyone, "fenced"),
     "what a tenant has in reserve": lambda p: bump(p.everyone, "unwritten", -1),
-    "a tenant's limit passed": lambda p: (setattr(p.everyone, "slots", 1), setattr(p.everyone, "ceiling", 1)),
+    "a tenant's limit passed": lambda p: setattr(p.everyone, "ceiling", 1),
     "a namespace under another account": lambda p: p.account_of.update(dict.fromkeys(p.account_of, Account("x"))),
     "a fence lost": lambda p: a_session(p).fences.pop(),  # type: ignore[attr-defined]
     "a pin lost": lambda p: next(s for s in p.sessions.values() if s.pins).pins.popitem(),
