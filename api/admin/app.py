@@ -72,7 +72,7 @@ BLOCKS_LIMIT: Final = Parameter(
 )
 SINCE: Final = Parameter(
     "since",
-    f"with `Accept: {OCTETS}`: the sequence number (ETag) of a map that the caller has; only what changed is sent",
+    f"sequence number (ETag) of a map that the caller has: what changed since comes, as {OCTETS}",
     {"type": "integer", "minimum": 0, "maximum": 2**53},
 )
 ORDER: Final = Parameter(
@@ -163,10 +163,8 @@ async def _frag(admin: Admin, call: Call) -> Any:
 
 async def _blocks(admin: Admin, call: Call) -> Any:
     since = int(call.query.get("since", -1))
-    if _wants_octets(call.request):
+    if since >= 0 or _wants_octets(call.request):
         return _octets(await admin.source.block_map(call.pool, since))
-    if since >= 0:
-        raise SourceError(400, "bad_request", f"since goes with Accept: {OCTETS}")
     return await admin.source.blocks(
         call.pool, int(call.query.get("cursor", 0)), int(call.query.get("limit", 1024))
     )
@@ -354,9 +352,7 @@ class Admin:
             self._routes.setdefault(each.path, {})["GET"] = each
         self.document = msgspec.json.encode(openapi.document(ROUTES, mounted, version))
         self._queries = {route.path: _query_of(route) for route in ROUTES}
-        self._bodies = {
-            route.path: msgspec.json.Decoder(route.body) for route in ROUTES if route.body is not None
-        }
+        self._decoder = msgspec.json.Decoder(float_hook=_whole)
         self.streams = 0
         self.requests = 0
         self.failures: dict[int, int] = {}
@@ -397,13 +393,11 @@ class Admin:
         self.requests += 1
         try:
             response = await self._answer(request, guarded)
+            if self.door.draining or not await _read_off(request):
+                response.force_close()
+            return response
         finally:
             guarded.ended()
-        if self.door.draining or not request.body_exists or request.method != "POST":
-            # What came with a request that takes no body has not been looked at: the connection cannot go on.
-            if self.door.draining or request.body_exists:
-                response.force_close()
-        return response
 
     async def _answer(self, request: web.BaseRequest, guarded: Guarded) -> web.StreamResponse:
         try:
@@ -483,7 +477,7 @@ class Admin:
 
     def _decoded(self, content: bytes, route: Route) -> Any:
         try:
-            return self._bodies[route.path].decode(content)
+            return msgspec.convert(self._decoder.decode(content), route.body)
         except (msgspec.DecodeError, RecursionError) as error:
             raise SourceError(400, "bad_request", f"arguments: {error}") from None
 
@@ -506,8 +500,6 @@ class Admin:
             # The second makes browsers ask for it.
             response.headers.add("WWW-Authenticate", 'Bearer realm="kvslot"')
             response.headers.add("WWW-Authenticate", 'Basic realm="kvslot", charset="UTF-8"')
-        if request.method == "POST" and status in (401, 403, 408, 411, 413, 415):
-            response.force_close()  # its body has not been read
         return response
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -585,6 +577,31 @@ class Admin:
         except TimeoutError:
             return False
         return True
+
+
+async def _read_off(request: web.BaseRequest) -> bool:
+    """Whether another request can follow on the connection: what came with this one is little, and has been read.
+
+    A connection that is closed with something unread may lose its answer on the way.
+    """
+    content = request.content
+    if not request.body_exists or content.at_eof():
+        return True
+    if request.content_length is None or request.content_length > BODY_BYTES:
+        return False
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while not content.at_eof():
+                await content.readany()
+    except (TimeoutError, web.PayloadAccessError, ConnectionError):
+        return False
+    return True
+
+
+def _whole(text: str) -> int | float:
+    """A number of JSON, whose whole numbers may be written 5.0, too."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= 2**53 else number
 
 
 def _frame(number: int, kind: str, content: Any) -> bytes:

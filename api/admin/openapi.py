@@ -116,7 +116,7 @@ def _operation(route: Route, by_type: dict[str, Any]) -> dict[str, Any]:
         ]
     if route.body is not None:
         operation["requestBody"] = {
-            "required": True,
+            "required": any(field.required for field in msgspec.structs.fields(route.body)),
             "content": {"application/json": {"schema": by_type[repr(route.body)]}},
         }
     return operation

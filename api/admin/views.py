@@ -10,7 +10,7 @@ counts since the daemon's start unless the description says otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -156,7 +156,9 @@ class Pool(View, frozen=True, kw_only=True):
     extent_tokens: int
     hit_tokens: Annotated[int, Meta(description="prompt tokens that were found cached")]
     prompt_tokens: Annotated[int, Meta(description="prompt tokens asked for")]
-    lost_hit_tokens: Annotated[int, Meta(description="cached tokens that sessions of whole pages could not use")]
+    lost_hit_tokens: Annotated[
+        int, Meta(description="cached tokens that sessions of whole pages could not use")
+    ]
     bad_handles: Annotated[int, Meta(description="calls that named what is not, or no longer, there")]
     late_completions: Annotated[int, Meta(description="copies that ended after their move was given up")]
     internal_fragmentation_pct: Annotated[
@@ -267,7 +269,9 @@ class Session(View, frozen=True, kw_only=True):
     pins: int
     submitted: Annotated[int, Meta(description="steps")]
     completed: Annotated[int, Meta(description="steps")]
-    behind_s: Annotated[float, Meta(description="seconds since it last had completed all it submitted; 0: it has")]
+    behind_s: Annotated[
+        float, Meta(description="seconds since it last had completed all it submitted; 0: it has")
+    ]
     lost_s: Annotated[float, Meta(description="seconds since its connection ended; 0: it has not")]
     owes: Annotated[int, Meta(description="victims it was asked to free and has not")]
     group: Annotated[int, Meta(description="sessions of its engine")]
@@ -462,7 +466,7 @@ class Tick(View, frozen=True, kw_only=True):
 class DefragAct(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compaction: on, off, once to rest, or just how it stands."""
 
-    action: Annotated[str, Meta(description="status, start, stop or once", examples=["once"])] = "once"
+    action: Literal["status", "start", "stop", "once"] = "once"
     pool: Annotated[str, Meta(max_length=256, description="empty: all")] = ""
 
 
@@ -511,7 +515,7 @@ class DrainAct(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LogLevelAct(View, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Changes what is logged, for as long as this process runs."""
 
-    level: Annotated[str, Meta(description="debug, info, warning or error", examples=["debug"])]
+    level: Literal["debug", "info", "warning", "error"]
 
 
 class ReloadAct(View, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Every view of a daemon with something in it, over HTTP: its shape, its figures, and that its rows have not drifted."""
+"""Every view of a daemon with something in it: its shape, its figures, and that its rows have not drifted."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_told(client: Client) -> None:
         ("GET", "/v1/sessions?limit=0", 400), ("GET", "/v1/sessions?limit=257", 400),
         ("GET", "/v1/sessions?limit=1&limit=2", 400), ("GET", "/v1/sessions?cursor=x", 400),
         ("GET", "/v1/sessions?limit=1e2", 400), ("GET", "/v1/prefixes?order=name", 400),
-        ("GET", "/v1/prefixes?cursor=5", 400), ("GET", "/v1/blocks?since=3", 400), ("GET", "/v1/pool?pool=a%00b", 404),
+        ("GET", "/v1/prefixes?cursor=5", 400), ("GET", "/v1/blocks?since=-3", 400), ("GET", "/v1/pool?pool=a%00b", 404),
         ("GET", f"/v1/pool?pool={'x' * 300}", 400), ("GET", "/v1/events?from=-1", 400),
     ]  # fmt: skip
     for method, path, status in cases:
