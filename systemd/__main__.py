@@ -116,8 +116,8 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         )
     if f"{program}/".startswith(HIDDEN):
         print(
-            f"\nThe daemon will not find {program}: the unit's sandbox hides {program.split('/')[1]!r} folders.  Put the "
-            "environment elsewhere, say at /opt/kvslot."
+            f"\nThe daemon will not find {program}: the unit's sandbox hides what is in /{program.split('/')[1]}.  "
+            "Put the environment elsewhere, say at /opt/kvslot."
         )
     told = "" if root == Path("/") else f" --root={root}"
     print(
