@@ -196,7 +196,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("permissions", lambda p: place(p, 0, kind="missing"), "warning", "is missing by now", "restart"),
     ("permissions", lambda p: place(p, 0, uid=1234), "fault", "belongs to 1234", "chown"),
     ("permissions", lambda p: place(p, 0, mode=0o600), "warning", "0600, socket_mode says 0660", "chmod 0660"),
-    ("permissions", lambda p: open_to_all(p), "warning", "open to everybody", "socket_group"),
+    ("permissions", open_to_all, "warning", "open to everybody", "socket_group"),
     ("permissions", lambda p: setting(p, "socket_group", "no-such-group"), "warning", "no-such-group", "chgrp"),
     ("permissions", lambda p: place(p, 1, mode=0o666), "warning", "may be written by others", "chmod 600"),
     ("permissions", lambda p: place(p, 2, uid=1234), "fault", "belongs to 1234", "RuntimeDirectory="),

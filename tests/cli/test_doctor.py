@@ -1,0 +1,273 @@
+"""`kvslotctl doctor` against a running kvslotd, and where none answers: what is done to it is what is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvslot.api.wire import COMPLETED, SUBMITTED, messages
+from kvslot.cli import checks, ctl, doctor, host
+
+from ..tools.daemon import Running, running
+from ..tools.wire import Wire, tokens
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Running]:
+    """Two pools; sessions count as stalled soon."""
+    with running(pools=[{}, {"name": "other", "blocks": 33}], stall_seconds=0.05) as each:
+        yield each
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], where: Running | Path, *argv: str, code: int | None = None
+) -> str:
+    """What doctor prints."""
+    path = where.socket if isinstance(where, Running) else where
+    found = ctl.main(["doctor", "--socket", str(path), *argv])
+    out, err = capsys.readouterr()
+    assert code is None or found == code, out + err
+    return out or err
+
+
+def document(
+    capsys: pytest.CaptureFixture[str], where: Running | Path, *argv: str, code: int | None = None
+) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(told(capsys, where, *argv, "--json", code=code))
+    return found
+
+
+def found_by(
+    capsys: pytest.CaptureFixture[str], where: Running, check: str, code: int | None = None
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = document(capsys, where, check, code=code)["rows"]
+    return rows
+
+
+def test_a_daemon_that_was_just_started_has_no_fault(
+    daemon: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every check answers, in its order; of what depends on this machine's memory nothing is asked here."""
+    argv = ("--skip", "memory", "--skip", "shared_memory")
+    whole = document(capsys, daemon, *argv, code=0)
+    assert list(whole) == ["meta", "worst", "counts", "daemon", "rows"]
+    assert whole["daemon"]["state"] == "running"
+    assert set(whole["counts"]) == set(checks.VERDICTS)
+    assert sum(whole["counts"].values()) == len(whole["rows"])
+    names = list(dict.fromkeys(row["check"] for row in whole["rows"]))
+    assert names == [name for name in doctor.NAMES if name not in ("memory", "shared_memory")]
+    assert {tuple(row) for row in whole["rows"]} == {checks.Finding._fields}
+    assert not [row for row in whole["rows"] if row["verdict"] in ("fault", "warning", "unknown")]
+    text = told(capsys, daemon, *argv, code=0)
+    assert re.search(r"^ok +audit +default: recounted", text, re.MULTILINE)
+    assert re.search(r"^absent +swap +not there yet", text, re.MULTILINE)
+    assert "\x1b" not in text
+
+
+def test_only_what_is_asked_for_is_looked_at(daemon: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names choose, `-` is as good as `_`, --skip leaves out, --quiet says nothing of what is well."""
+    rows = document(capsys, daemon, "locked-memory", "versions", "audit", "--skip", "audit")["rows"]
+    assert [row["check"] for row in rows] == ["versions", "locked_memory"]
+    assert told(capsys, daemon, "versions", "--quiet", code=0) == ""
+    assert "did you mean versions?" in told(capsys, daemon, "version", code=2)
+    listed = told(capsys, daemon, "--list", code=0)
+    assert all(re.search(rf"^{name} ", listed, re.MULTILINE) for name in doctor.NAMES)
+
+
+def test_a_stalled_session_is_named_with_its_process(
+    daemon: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A submitted step that does not complete is a warning, and exit code 1."""
+    with Wire(daemon.socket) as wire:
+        wire.hello("stuck")
+        assert wire.page is not None
+        wire.page.words[SUBMITTED] = 1
+        (row,) = found_by(capsys, daemon, "sessions")
+        for _ in range(2000):
+            if row["verdict"] == "warning":
+                break
+            (row,) = found_by(capsys, daemon, "sessions")
+        assert row["finding"].startswith("stalled for")
+        assert f"(stuck, pid {os.getpid()})" in row["subject"]
+        assert str(os.getpid()) in row["remedy"]
+        text = told(capsys, daemon, "sessions", code=1)
+        assert "do   look at process" in text
+        wire.page.words[COMPLETED] = 1
+        for _ in range(2000):
+            (row,) = found_by(capsys, daemon, "sessions")
+            if row["verdict"] == "ok":
+                break
+        assert row["verdict"] == "ok"
+
+
+def test_an_open_socket_and_folder_are_found_and_the_remedy_closes_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """S63: what others may write on the way to the socket is a fault; doing as doctor says makes it well again."""
+    with running() as daemon:
+        assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
+        daemon.socket.chmod(0o666)
+        daemon.socket.parent.chmod(0o777)
+        rows = found_by(capsys, daemon, "permissions", code=1)
+        assert {row["verdict"] for row in rows} == {"fault", "warning"}
+        for row in rows:
+            if row["remedy"].startswith("chmod "):
+                subprocess.run(row["remedy"].partition(",")[0].split(), check=True)
+        assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
+
+
+def test_what_a_restart_would_change_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is read again as the daemon would: what a reload takes over is a note, a block size needs a restart."""
+    with running(drain_seconds=2.0) as daemon:
+        file = daemon.socket.parent / "kvslot.toml"
+        before = file.read_text()
+        assert found_by(capsys, daemon, "configuration", code=0)[0]["verdict"] == "ok"
+        file.write_text(before.replace("drain_seconds = 2.0", "drain_seconds = 3.0"))
+        (row,) = found_by(capsys, daemon, "configuration", code=0)
+        assert (row["verdict"], row["subject"]) == ("note", "drain_seconds")
+        assert ctl.main(["reload", "--socket", str(daemon.socket)]) == 0
+        assert "from now on: drain_seconds" in capsys.readouterr().out
+        assert found_by(capsys, daemon, "configuration", code=0)[0]["verdict"] == "ok"
+        file.write_text(before.replace("block_size = 16", "block_size = 8"))
+        (row,) = found_by(capsys, daemon, "block_size", code=1)
+        assert row["finding"] == "blocks of 16 run, the configuration says 8 by now"
+        file.write_text(before.replace("block_size = 16", "block_size = 0"))
+        rows = found_by(capsys, daemon, "configuration", code=1)
+        assert "cannot be used" in rows[0]["finding"]
+        assert "block_size" in rows[0]["finding"]
+
+
+def test_lengths_of_what_ended_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """Long sequences first, short ones later: the drift is told, and a block size that suits the short ones."""
+    with running(pools=[{"blocks": 257}]) as daemon, Wire(daemon.socket) as wire:
+        wire.hello()
+        number = 0
+        for length, times in ((200, 300), (6, 700)):
+            for _ in range(times):
+                number += 1
+                wire.call(messages.Allocate, wire.namespace, number, tokens(length))
+                wire.call(messages.Free, number)
+        (row,) = found_by(capsys, daemon, "lengths", code=1)
+        assert row["finding"].startswith("lengths have drifted since the start (distance 0.")
+        assert "half of them end by 6 tokens, 200 at the start" in row["finding"]
+        assert row["remedy"].startswith("block_size = 1 in the configuration")
+
+
+def test_where_nobody_answers_doctor_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No folder, no socket, none of ours, one that was left: exit code 5 each time, and something to do."""
+    path = tmp_path / "run" / "s"
+    row = document(capsys, path, code=5)["rows"][0]
+    assert row["finding"] == f"there is no folder {path.parent}"
+    path.parent.mkdir()
+    row = document(capsys, path, code=5)["rows"][0]
+    assert row["finding"] == "there is no such socket"
+    assert "systemctl status" in row["remedy"]
+    path.write_text("text")
+    assert "no socket" in document(capsys, path, code=5)["rows"][0]["finding"]
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    row = document(capsys, path, code=5)["rows"][0]
+    assert "nobody listens" in row["finding"]
+    assert "start it again" in row["remedy"]
+    text = told(capsys, path, code=5)
+    assert text.startswith(f"no answer from {path}")
+
+
+def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process holds its lock and answers nothing: it is named, and to be continued."""
+    monkeypatch.setattr(doctor, "PATIENCE_S", 0.3)
+    with running() as daemon:
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(2000):
+                if host.process_state(daemon.pid) == "T":
+                    break
+            row = document(capsys, daemon, code=5)["rows"][0]
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        assert row["finding"] == f"process {daemon.pid} serves it, and does not answer"
+        assert row["reason"] == "it is stopped"
+        assert row["remedy"] == f"kill -CONT {daemon.pid}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user_is_told_what_is_in_the_way(tmp_path: Path) -> None:
+    """Who may not open the socket learns its group; who may, and not look, learns the setting."""
+    with running(socket_mode=0o660) as daemon:
+        daemon.socket.parent.chmod(0o755)
+        # Once as who we are: another user may not read the modules of this installation.
+        program = (
+            "import contextlib, io, os, sys; from kvslot.cli import ctl\n"
+            "argv = ['doctor', '--json', '--socket', sys.argv[1]]\n"
+            "with open(os.devnull, 'w') as out, contextlib.redirect_stdout(out): ctl.main(argv[:1] + argv[2:])\n"
+            "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(ctl.main(argv))"
+        )
+
+        def as_nobody() -> dict[str, Any]:
+            done = subprocess.run(
+                [sys.executable, "-Ic", program, str(daemon.socket)], capture_output=True, check=False
+            )
+            assert done.returncode == 5, done.stderr
+            row: dict[str, Any] = json.loads(done.stdout)["rows"][0]
+            return row
+
+        row = as_nobody()
+        assert "may not open it" in row["finding"]
+        assert "usermod -aG" in row["remedy"]
+        daemon.socket.chmod(0o666)
+        row = as_nobody()
+        assert "does not let this user look" in row["finding"]
+        assert "control_uids" in row["remedy"]
+
+
+# -- what is read on the machine --------------------------------------------------------------------------------------
+
+
+def test_only_flags_that_settings_come_from_are_passed_on() -> None:
+    """A daemon's command line may hold what would write files: nothing of that is run again."""
+    words = [
+        "python",
+        "-m",
+        "kvslot.daemon",
+        "--config",
+        "a.toml",
+        "--check-config",
+        "--json",
+        "/etc/x",
+        "--demo",
+    ]
+    words += ["--json=/etc/y", "--log-level=debug", "--no-prefault", "--print-completion", "bash"]
+    assert host.passed_on(words) == ["--config", "a.toml", "--demo", "--log-level=debug", "--no-prefault"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1min 30s", 90.0), ("500ms", 0.5), ("2h", 7200.0), ("infinity", None), ("", None), ("90", None)],
+)
+def test_spans_are_read_as_systemd_prints_them(text: str, seconds: float | None) -> None:
+    """A number without a unit, and no limit at all, are no span."""
+    assert host.seconds_of(text) == seconds
+
+
+def test_a_file_is_described_without_following_links(tmp_path: Path) -> None:
+    """A link in the socket's place is a link, whatever it points to; what is not there is missing."""
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    assert host.place(tmp_path / "link").kind == "link"
+    assert host.place(tmp_path / "none").kind == "missing"
+    assert host.place(tmp_path).kind == "folder"
+    found = host.folders(str(tmp_path / "x"))
+    assert found[0].path == os.path.realpath(tmp_path)
+    assert found[-1].path == "/"
