@@ -31,6 +31,7 @@ from kvslot.api.admin import (
     TokenError,
     metrics,
     now_text,
+    page,
     read_tokens,
     views,
 )
@@ -44,6 +45,7 @@ from kvslot.daemon.membership import Peer
 from kvslot.daemon.scrape import Scraped
 
 if TYPE_CHECKING:
+    from kvslot.daemon.compactor import Compactor
     from kvslot.daemon.connection import Connection
     from kvslot.daemon.pools import HostedPool
     from kvslot.daemon.server import Server
@@ -165,7 +167,7 @@ class Views:
 
     async def gaps(self, pool: str) -> list[views.Gap]:
         rows, _ = self._rows("defrag", pool)
-        return [_gap(row, self._server.compactors[row["pool"]].gaps()) for row in rows]
+        return [_gap(row, self._server.compactors[row["pool"]]) for row in rows]
 
     # -- whole pools, in slices --------------------------------------------------------------------------------
 
@@ -222,14 +224,17 @@ class Views:
     def _pool_tick(self, hosted: HostedPool) -> views.PoolTick:
         told = hosted.core.statistics()
         compactor = self._server.compactors[hosted.name]
-        gaps = compactor.gaps()
+        gaps, totals = compactor.gaps(), compactor.gap_totals()
+        size, trail = hosted.core.block_size, compactor.mover.trail
+        moved = [[source // size, target // size, tokens] for source, target, tokens in trail]
+        trail.clear()
         row = msgspec.structs.asdict(told)
         row["internal_fragmentation_pct"] = 100 * row.pop("internal_fragmentation")
         return shown(
             row, views.PoolTick, pool=hosted.name,
             scatter_pct=100 * (1 - told.largest_free_run / told.free) if told.free else 0.0,
             compaction=compactor.state, gap=gaps is not None and gaps.idle,
-            gap_s=gaps.idle_s if gaps else 0.0, granted_s=gaps.granted_s if gaps else 0.0,
+            gap_s=totals.idle_s, granted_s=totals.granted_s, moved=moved,
         )  # fmt: skip
 
     def _verb_ticks(self) -> list[views.VerbTick]:
@@ -289,7 +294,7 @@ class Views:
             case views.DefragAct(action=action, pool=pool):
                 told = await asker.ask(messages.Defrag(1, pool, action), messages.Defragged)
                 gaps = [
-                    _gap(msgspec.structs.asdict(each), self._server.compactors[each.pool].gaps())
+                    _gap(msgspec.structs.asdict(each), self._server.compactors[each.pool])
                     for each in told.pools
                 ]
                 return views.Defragged(items=gaps)
@@ -349,19 +354,19 @@ def _percentile(classes: list[int], share: float) -> float:
     return 0.0
 
 
-def _gap(row: Mapping[str, Any], gaps: Any) -> views.Gap:
-    """How compaction stands, and what it knows of gaps; `gaps` None: it is not looking at them."""
-    found: dict[str, Any] = {
+def _gap(row: Mapping[str, Any], compactor: Compactor) -> views.Gap:
+    """How compaction stands, and what it has seen of gaps, whether it is looking at them just now or not."""
+    gaps, totals = compactor.gaps(), compactor.gap_totals()
+    found = {
         "watched": gaps is not None,
-        "engines": 0,
-        "stalled": 0,
-        "idle": False,
-        "gaps": 0,
+        "engines": gaps.engines if gaps else 0,
+        "stalled": gaps.stalled if gaps else 0,
+        "idle": gaps is not None and gaps.idle,
+        "gaps": totals.gaps,
+        "idle_s": totals.idle_s,
+        "granted_s": totals.granted_s,
+        "surprise": gaps.surprise if gaps else 1.0,
     }
-    found |= {"idle_s": 0.0, "granted_s": 0.0, "surprise": 1.0}
-    if gaps is not None:
-        found |= {name: getattr(gaps, name) for name in ("engines", "stalled", "idle", "gaps")}
-        found |= {name: getattr(gaps, name) for name in ("idle_s", "granted_s", "surprise")}
     return shown({**row, **found}, views.Gap)
 
 
@@ -486,7 +491,7 @@ class Asker:
             self.peer = Peer(-1, -1, -1)
             self.control = identity.acts
         else:
-            self.peer = Peer(identity.pid, identity.uid, identity.gid)
+            self.peer = Peer(identity.pid, identity.uid, identity.gid, identity.groups)
             self.control = server.may_control(self.peer)
         self.member = None
         self.used = True
@@ -565,7 +570,8 @@ class AdminService:
 
     def _mounted(self) -> tuple[Mounted, ...]:
         exposition = metrics.Exposition(Scraped(self._server))
-        return (Mounted("/metrics", metrics.CONTENT_TYPE, "For Prometheus", exposition.render),)
+        scraped = Mounted("/metrics", metrics.CONTENT_TYPE, "For Prometheus", exposition.render)
+        return (scraped, *page.mounted(self.views, self.ring))
 
     def listen(self) -> None:
         """Opens the sockets; AdminError where one that was asked for cannot be had."""

@@ -36,6 +36,8 @@ MOVES_MAX: Final = 64
 """Under way at a time: some tenths of a millisecond of begin and finish, and as many targets that wait."""
 BATCH_MOVES: Final = 8
 """Of one copy: what is published together, in about a hundred microseconds."""
+TRAIL: Final = 128
+"""Moves of which it is kept where they went, for whoever draws the pool."""
 
 
 class Outcomes(msgspec.Struct, gc=False):
@@ -78,6 +80,8 @@ class Mover:
         self.outcomes = Outcomes()
         self.moves_in_flight = 0
         self.tokens_in_flight = 0
+        self.trail: deque[tuple[int, int, int]] = deque(maxlen=TRAIL)
+        """Of the latest that were published: first slot before, first slot after, and tokens."""
         self._pool = pool
         self._submit = submit
         self._ready = ready
@@ -177,6 +181,7 @@ class Mover:
                 outcomes.published += 1
                 outcomes.moved_tokens += move.length
                 moved += move.length
+                self.trail.append((move.source[0], move.target[0], move.length))
             elif counts.abandoned_leased > leased:
                 outcomes.abandoned_leased += 1
             elif counts.failed > failed:

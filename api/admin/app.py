@@ -315,7 +315,8 @@ class Mounted(NamedTuple):
     summary: str
     make: Callable[[], Awaitable[bytes]]
     headers: Mapping[str, str] = {}
-    open_host: bool = False
+    open: bool = False
+    """It holds nothing of the daemon: on TCP it is served without a token, too, and the document leaves it out."""
 
 
 # -- the application --------------------------------------------------------------------------------------------------
@@ -350,7 +351,9 @@ class Admin:
             self._routes.setdefault(route.path, {})[route.method] = route
         for each in mounted:
             self._routes.setdefault(each.path, {})["GET"] = each
-        self.document = msgspec.json.encode(openapi.document(ROUTES, mounted, version))
+        self.document = msgspec.json.encode(
+            openapi.document(ROUTES, [each for each in mounted if not each.open], version)
+        )
         self._queries = {route.path: _query_of(route) for route in ROUTES}
         self._decoder = msgspec.json.Decoder(float_hook=_whole)
         self.streams = 0
@@ -411,6 +414,9 @@ class Admin:
             return self.failure(500, "internal", "the daemon failed to answer; its log says why", "", request)
 
     async def _respond(self, request: web.BaseRequest, guarded: Guarded) -> web.StreamResponse:
+        shown = self._routes.get(request.path, {}).get("GET")
+        if isinstance(shown, Mounted) and shown.open and request.method in ("GET", "HEAD"):
+            return await self._as_it_is(shown)
         identity = self._identify(request, guarded)
         methods = self._routes.get(request.path)
         if methods is None:
@@ -426,11 +432,7 @@ class Admin:
             response.headers["Allow"] = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
             return response
         if isinstance(route, Mounted):
-            body = await route.make()
-            response = web.Response(
-                body=body, headers={**HEADERS, "Content-Type": route.content_type, **route.headers}
-            )
-            return response
+            return await self._as_it_is(route)
         query = self._queries[route.path](request)
         content = None
         if route.act:
@@ -439,6 +441,10 @@ class Admin:
             content = await self._body(request, route)
         answer = await route.handler(self, Call(request, identity, query, content))
         return answer if isinstance(answer, web.StreamResponse) else self.json(answer)
+
+    async def _as_it_is(self, shown: Mounted) -> web.Response:
+        headers = {**HEADERS, "Content-Type": shown.content_type, **shown.headers}
+        return web.Response(body=await shown.make(), headers=headers)
 
     def _identify(self, request: web.BaseRequest, guarded: Guarded) -> Identity:
         transport = request.transport

@@ -435,6 +435,10 @@ class PoolTick(View, frozen=True, kw_only=True):
     gap: Annotated[bool, Meta(description="no engine is in a step")]
     gap_s: Annotated[float, Meta(description="sum of the gaps seen")]
     granted_s: Annotated[float, Meta(description="of those, what copies were given")]
+    moved: Annotated[
+        list[list[int]],
+        Meta(description="moves since the last tick, the latest 128: block before, block after, and tokens"),
+    ] = []
 
 
 class VerbTick(View, frozen=True, kw_only=True):
@@ -575,6 +579,7 @@ class Identity(View, frozen=True, kw_only=True):
     pid: int = -1
     uid: int = -1
     gid: int = -1
+    groups: tuple[int, ...] = ()
     token: str = ""
     """A few digits of the token's digest: tells tokens apart, and gives none away."""
     acts: bool = False
