@@ -7,6 +7,7 @@ One daemon, its pool filled over with chats until it evicts, and on it one after
     append      tokens appended in the Python library, which asks the daemon for room ahead of need
     open        8 clients on a timetable of 10,000 operations a second
     saturated   8 clients, each sending the next operation as soon as the last was answered
+    record      the same with and without a recording of it, by turns
     large       7 clients on a timetable, with and without another that allocates 128k tokens
     batch       8 clients, 16 operations a frame
     death       another daemon: 1,000,000 nodes, of which a client that holds 200,000 is killed
@@ -18,15 +19,18 @@ samples.  Without Commit nothing would be evicted: what is freed unpublished is 
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from kvslot.api.client import Client
 from kvslot.api.wire import Namespace
@@ -48,6 +52,7 @@ from kvslot.benchmarks.rig import (
     Peer,
     Realtime,
     batch_cycle,
+    cpu_s,
     figures,
     first_halves,
     hello,
@@ -61,7 +66,7 @@ from kvslot.benchmarks.rig import (
 from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
 from kvslot.benchmarks.traffic import Shape, noise, text, turns
 
-GROUPS: Final = ("one", "python", "append", "open", "saturated", "large", "batch", "death")
+GROUPS: Final = ("one", "python", "append", "open", "saturated", "record", "large", "batch", "death")
 """In the order they run; the later ones leave the pool more broken up than chats do."""
 CLIENTS: Final = 8
 OPEN_RATE: Final = 10_000.0
@@ -80,6 +85,7 @@ SEQUENCES: Final = 64
 OTHERS: Final = CLIENTS - 1
 DEATH_WATCH_S: Final = 2.5
 WATCH_EVERY_S: Final = 0.01
+RECORDER_START_S: Final = 30.0
 TURNOVER: Final = 1.15
 """How often the pool is filled over before anything is measured."""
 CHATS: Final = Shape(turns_least=2, turns_most=12, long_share=0.0)
@@ -250,6 +256,91 @@ def measure_saturated(bench: Bench) -> list[Result]:
         ),
         *absolutes("saturated", both, "8 clients saturated"),
     ]
+
+
+def measure_record(bench: Bench) -> list[Result]:
+    """Eight clients on a timetable; in every other round `kvslotctl record` is at work."""
+    size = bench.size
+    without: list[Figures] = []
+    beside: list[Figures] = []
+    told: list[dict[str, Any]] = []
+    taken: list[float] = []
+    with Load(
+        bench.tools, bench.daemon.socket, short_players(bench, CLIENTS, OPEN_RATE / CLIENTS), bench.folder
+    ) as load:
+        load.run(min(size.seconds, 0.3))
+        for index in range(size.rounds):
+            for turn in ("wr", "rw")[index & 1]:
+                with ExitStack() as stack:
+                    recorder = stack.enter_context(_Recorder(bench)) if turn == "r" else None
+                    time.sleep(PAUSE_S)
+                    with bench.realtime(bench.daemon.pid, load.pid):
+                        before = cpu_s(bench.daemon.pid)
+                        of_recorder = cpu_s(recorder.process.pid) if recorder else 0.0
+                        found = load.run(size.seconds)
+                        seen = figures(found, SAMPLED, cpu_s(bench.daemon.pid) - before)
+                    if recorder is not None:
+                        taken.append((cpu_s(recorder.process.pid) - of_recorder) / size.seconds)
+                        told.append(recorder.end())
+                (without if recorder is None else beside).append(seen)
+    both = Both(beside, without)
+    samples = sum(each.samples for each in beside)
+    lost = sum(each["lost_requests"] for each in told)
+    recorded = sum(each["requests"] for each in told)
+    return [
+        result(
+            f"record_{name.removesuffix('_us')}_ratio", both.ratio(name), unit="x", ratio_to="without a recording",
+            what=f"8 clients, 10k/s, while recorded: {label}", samples=samples, note=both.spread(name),
+        )
+        for name, label in (
+            ("p50", "median"), ("p99", "99th percentile"), ("cpu_us", "CPU time of kvslotd by operation")
+        )
+    ] + [
+        us("record_us_p99", "8 clients, 10k/s, while recorded: 99th percentile", middle(beside, "p99"), samples),
+        us("record_without_us_p99", "... and without", middle(without, "p99"), samples),
+        us("record_cpu_us", "CPU time of kvslotd by operation, while recorded", middle(beside, "cpu_us"), samples),
+        us("record_without_cpu_us", "... and without", middle(without, "cpu_us"), samples),
+        result(
+            "record_recorder_cpu", 100 * statistics.median(taken), unit="%", what="of a processor, for the recorder",
+            samples=len(taken), note=f"{recorded:,} requests recorded, {lost:,} lost",
+        ),
+    ]  # fmt: skip
+
+
+class _Recorder:
+    """`kvslotctl record` at work beside a round."""
+
+    def __init__(self, bench: Bench) -> None:
+        trace = bench.folder / "record.kvs.gz"
+        self._json = bench.folder / "record.json"
+        trace.unlink(missing_ok=True)
+        words = ["record", str(trace), "--socket", str(bench.daemon.socket), "--json", str(self._json)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-Im", "kvslot.cli.ctl", *words], stdout=subprocess.DEVNULL
+        )
+        until = time.monotonic() + RECORDER_START_S
+        while not trace.exists():
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.process.kill()
+                raise RuntimeError(f"the recorder did not begin ({self.process.wait()})")
+            time.sleep(0.01)
+
+    def end(self) -> dict[str, Any]:
+        """Ends it in good order; what it says of its trace."""
+        self.process.send_signal(signal.SIGINT)
+        code = self.process.wait(RECORDER_START_S)
+        if code:
+            raise RuntimeError(f"the recorder ended with {code}")
+        (told,) = json.loads(self._json.read_text())["rows"]
+        return dict(told)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
 
 def _race(bench: Bench, players: Sequence[Player]) -> Both:
@@ -687,6 +778,7 @@ def _on_one_daemon(
         "one": measure_one,
         "open": measure_open,
         "saturated": measure_saturated,
+        "record": measure_record,
         "batch": measure_batch,
         "python": measure_python,
         "append": measure_append,

@@ -22,9 +22,10 @@ Python, on the same prompts, in the same loop. Times are CPU time of the measuri
 
 RPC: Final = """\
 Measure what clients see of a daemon that is started for this: round trips, a timetable of 10,000 operations a second,
-saturation, batches, appended tokens, long prompts and a large client's death. The baseline is a C echo server that
-answers frames of the same sizes, driven by the same C load generator, in the same interleaved run. Needs a C compiler;
-servers and load run under SCHED_FIFO where that is permitted (as root, or with CAP_SYS_NICE)."""
+saturation, a recording, batches, appended tokens, long prompts and a large client's death. The baseline is a C echo
+server that answers frames of the same sizes, driven by the same C load generator, in the same interleaved run, or the
+same daemon without what is measured. Needs a C compiler; servers and load run under SCHED_FIFO where that is permitted
+(as root, or with CAP_SYS_NICE)."""
 
 MEMORY: Final = """\
 Measure the memory that a daemon takes beside its pool, with 200,000 nodes of 512 tokens in its prefix tree."""
@@ -102,7 +103,7 @@ def add(subparsers: _common.Subparsers) -> None:
     core.set_defaults(handler=run)
     rpc = _suite(
         suites, "rpc", "the daemon behind its socket", RPC,
-        "one, python, append, open, saturated, large, batch, death",
+        "one, python, append, open, saturated, record, large, batch, death",
     )  # fmt: skip
     rpc.add_argument(
         "--no-fifo",
