@@ -58,7 +58,8 @@ HISTORY: Final = 240
 HEADER_EVERY: Final = 20
 """Lines between two headers, where nobody can scroll them into view."""
 WIDE: Final = 110
-"""Columns, below which some are left out."""
+NARROW: Final = 64
+"""Columns of the terminal, below which some of ours are left out, and below which more."""
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 SORTS: Final = ("charged", "sequences", "frames_s", "fenced", "age_s", "pid", "name")
 STATES: Final = (
@@ -323,7 +324,7 @@ class Screen:
             parts += curves
             used += len(curves)
         if "verbs" not in self.hidden:
-            verbs, lines = self._verbs()
+            verbs, lines = self._verbs(out)
             parts += [Text(""), verbs]
             used += lines + 1
         if "sessions" not in self.hidden and height - used > 3:
@@ -365,13 +366,12 @@ class Screen:
         from kvslot.cli import _screen
 
         assert self.told is not None
-        narrow = out.width < WIDE
-        names = ["pool", "used", "", "evictable", "coming", "waiting", "hit", "prompt/s"]
-        names += [] if narrow else ["longest run", "evicted/s", "moved/s", "compaction"]
-        table = _screen.table(*names, left=("pool", "", "compaction"))
-        for column in table.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
-        width = max(8, min(40, out.width - (62 if narrow else 105)))
+        names = ["pool", "used", "", "waiting", "hit"]
+        names += ["evictable", "coming", "prompt/s"] if out.width >= NARROW else []
+        names += ["longest run", "evicted/s", "moved/s", "compaction"] if out.width >= WIDE else []
+        table = _table(names, left=("pool", "", "compaction"))
+        beside = 105 if out.width >= WIDE else 62 if out.width >= NARROW else 34
+        width = max(4, min(40, out.width - beside))
         for pool in self.told["pools"]:
             if self.pool not in ("", pool["pool"]):
                 continue
@@ -381,20 +381,17 @@ class Screen:
                 _screen.words(pool["pool"]),
                 f"{pool['used_pct']:.1f} %",
                 stacked(out, pool, width),
-                _screen.share(pool["evictable"], usable),
-                _screen.share(coming, usable),
                 f"{pool['tickets']:,}",
                 "-" if pool["hit_pct"] is None else f"{pool['hit_pct']:.1f} %",
+                _screen.share(pool["evictable"], usable),
+                _screen.share(coming, usable),
                 _short(pool["prompt_tokens_s"]),
+                f"{pool['largest_free_run']:,}",
+                _short(pool["evicted_tokens_s"]),
+                _short(pool["moved_tokens_s"]),
+                pool["compaction"],
             ]
-            if not narrow:
-                cells += [
-                    f"{pool['largest_free_run']:,}",
-                    _short(pool["evicted_tokens_s"]),
-                    _short(pool["moved_tokens_s"]),
-                    pool["compaction"],
-                ]
-            table.add_row(*cells, style="yellow" if pool["tickets"] else "")
+            table.add_row(*cells[: len(names)], style="yellow" if pool["tickets"] else "")
         return table
 
     def _curves(self, out: Console) -> list[Text]:
@@ -419,22 +416,23 @@ class Screen:
             shown.append(text)
         return shown
 
-    def _verbs(self) -> tuple[Table, int]:
-        from kvslot.cli import _screen
-
+    def _verbs(self, out: Console) -> tuple[Table, int]:
         assert self.told is not None
         rows = [row for row in self.told["verbs"] if row["per_s"] > 0 and row["verb"] != "Inspect"]
         rows.sort(key=lambda row: -row["per_s"])
-        table = _screen.table("verb", "/s", "refused/s", "p50 us", "p99 us", "in all", left=("verb",))
+        names = ["verb", "/s", "p50 us", "p99 us"]
+        names += ["refused/s", "in all"] if out.width >= NARROW else []
+        table = _table(names, left=("verb",))
         for row in rows[:8]:
-            table.add_row(
+            cells = [
                 row["verb"],
                 f"{row['per_s']:,.0f}",
-                f"{row['refused_s']:,.1f}" if row["refused_s"] else "",
                 _time(row["us_p50"]),
                 _time(row["us_p99"]),
+                f"{row['refused_s']:,.1f}" if row["refused_s"] else "",
                 f"{row['count']:,}",
-            )
+            ]
+            table.add_row(*cells[: len(names)])
         return table, 1 + min(8, len(rows))
 
     def _sessions(self, out: Console, most: int) -> Table:
@@ -445,14 +443,15 @@ class Screen:
         shown = rows[self.first : self.first + most]
         titles = {"session": "session", "name": "name", "pid": "pid", "pool": "pool", "sequences": "sequences",
                   "charged": "own"}  # fmt: skip
+        if out.width < NARROW:
+            titles = {"session": "session", "name": "name", "charged": "own"}
         if out.width >= WIDE:
             titles |= {"age_s": "for", "fenced": "fenced", "frames_s": "frames/s"}
         mark = "^" if self.ascending != (self.sort == "name") else "v"
         names = [f"{title} {mark}" if key == self.sort else title for key, title in titles.items()]
         left = (*(each for each in names if each.partition(" ")[0] in ("name", "pool")), "notes")
-        table = _screen.table(*names, "steps", "notes", left=left)
-        for column in table.columns:
-            column.no_wrap, column.overflow = True, "ellipsis"
+        names += ["steps", "notes"] if out.width >= NARROW else ["notes"]
+        table = _table(names, left=left)
         from kvslot.cli.clients import notes
 
         for row in shown:
@@ -463,15 +462,26 @@ class Screen:
                 "pool": _screen.words(row["pool"]),
                 **{key: f"{row[key]:,}" for key in ("sequences", "charged", "fenced")},
             }
+            steps = [f"{row['completed']} / {row['submitted']}"] if out.width >= NARROW else []
             table.add_row(
                 *(words.get(key, str(row[key])) for key in titles),
-                f"{row['completed']} / {row['submitted']}",
+                *steps,
                 notes(row),
                 style="yellow" if row["stalled"] or row["state"] != "live" or row["owes"] else "",
             )
         if len(rows) > len(shown):
             table.caption = f"{self.first + 1} to {self.first + len(shown)} of {len(rows)}"
         return table
+
+
+def _table(names: list[str], left: tuple[str, ...]) -> Table:
+    """A table of which no row takes two lines."""
+    from kvslot.cli import _screen
+
+    table = _screen.table(*names, left=left)
+    for column in table.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    return table
 
 
 def stacked(out: Console, pool: _control.Row, width: int) -> Text:
