@@ -38,6 +38,8 @@ BODY_BYTES: Final = 16 << 10
 ACCEPTS: Final = 4
 """Of one turn of the loop."""
 
+SO_PEERGROUPS: Final = 59
+GROUPS_MOST: Final = 65536
 _CREDENTIALS: Final = struct.Struct("3i")
 
 FULL: Final = (
@@ -218,7 +220,7 @@ class Guarded(asyncio.Protocol):
         if self._identity is None:
             raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, uid, gid = _CREDENTIALS.unpack(raw)
-            self._identity = Identity(how="unix", pid=pid, uid=uid, gid=gid)
+            self._identity = Identity(how="unix", pid=pid, uid=uid, gid=gid, groups=_groups_of(sock))
         return self._identity
 
     def began(self) -> None:
@@ -266,6 +268,17 @@ class Guarded(asyncio.Protocol):
     def _cut(self, reason: str) -> None:
         self.door.caller.cut(reason)
         self.abort()
+
+
+def _groups_of(sock: socket.socket) -> tuple[int, ...]:
+    """The supplementary groups of who connected, as they were then."""
+    for room in (256, GROUPS_MOST):
+        try:
+            told = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * room)
+        except OSError:
+            continue  # more than fit; a kernel that does not know fails both times
+        return struct.unpack(f"{len(told) // 4}I", told)
+    return ()
 
 
 def _turn_away(sock: socket.socket) -> None:
