@@ -145,6 +145,9 @@ class Member:
         self.session = session
         self.peer = peer
         self.birth = birth_of(peer.pid)
+        self.former = 0  # the boot that it is of, where that is not this one: its sequences are lost
+        self.holds = True  # whether it may use any slot, as the journal has it
+        self.engine = number  # the first of its group's members
         self.name = name
         self.secret = secret
         self.since = since

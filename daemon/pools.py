@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvslot.daemon.config import PoolSettings, TenantSettings
     from kvslot.daemon.device.memory import MemoryDevice
+    from kvslot.daemon.journal.warm import Journaled
     from kvslot.daemon.layout import Layout
     from kvslot.daemon.membership import Member
 
@@ -45,6 +46,7 @@ class HostedPool:
         states = States(core.slots, core.padding)
         core.ledger.journal = states.shift
         self.states = states.view  # of every slot, by address: see journal/states.py
+        self.journal: Journaled | None = None  # where it outlives the process
         self.description = messages.Pool(
             name=self.name,
             granularity=layout.granularity,

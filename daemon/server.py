@@ -61,6 +61,7 @@ from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.health import Health
 from kvslot.daemon.hub import Hub
 from kvslot.daemon.identity import Identity
+from kvslot.daemon.journal.warm import Kept, Warm
 from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
@@ -131,6 +132,7 @@ class Server:
         self.peer_faults = 0
         self._numbers = 0
         self.service = Service()
+        self.warm: Warm | None = None
         self._listeners: list[socket.socket] = []
         self._endpoints: list[Endpoint] = []
         self._accepting = False
@@ -612,6 +614,18 @@ class Server:
             mapped=member.mapped,
         )
 
+    def numbers_from(self, number: int) -> None:
+        """Sessions up to that number were of earlier boots."""
+        self._numbers = max(self._numbers, number)
+
+    def adopt(self, member: Member) -> None:
+        """A session of an earlier boot, which may still use what it held then."""
+        self.sessions[member.number] = member
+        member.hosted.members[member.session.handle] = member
+        if member.pidfd >= 0:
+            self.loop.add_reader(member.pidfd, self._process_ended, member)
+        self._start_sweep()
+
     def rejoined(self, connection: Connection, member: Member, now: float) -> None:
         """A lost session's process has come back.  It owes nothing any more: it gave way by being lost."""
         connection.member = member
@@ -733,6 +747,8 @@ class Server:
         hosted = member.hosted
         del hosted.members[member.session.handle]
         hosted.fencing.discard(member)
+        if hosted.journal is not None and hosted.journal.forgotten(member):
+            self._start_sweep()
         hosted.leave(member.roots)
         self.identity.leave(member)
         for descriptor in (member.pidfd, member.wake):
@@ -773,6 +789,8 @@ class Server:
                 continue
             self.sync(member, now)
             session = member.session
+            if member.holds and member.hosted.journal is not None:
+                member.hosted.journal.upkeep(member)
             if session.completed == session.submitted:
                 member.progressed = now
             elif not session.stalled and now - member.progressed > settings.stall_seconds:
@@ -1140,16 +1158,21 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
             log.error("cannot_start", reason=str(error))
             return 3
         try:
-            config.check_memory([config.pool_sum(each) for each in settings.pools])
+            warm = Warm(service.store)
             chunk = settings.compaction_chunk_bytes
+            found = {each.name: _find(warm, each) for each in settings.pools}
+            config.check_memory(
+                [config.pool_sum(each) for each in settings.pools if isinstance(found[each.name], str)]
+            )
             pools = [
-                _host(each, service, prefault=settings.prefault, chunk_bytes=chunk) for each in settings.pools
+                _host(each, service, warm, prefault=settings.prefault, chunk_bytes=chunk)
+                for each in settings.pools
             ]
         except (config.ConfigError, NoMemory, OSError) as error:
             log.error("cannot_start", reason=str(error))
             return 2
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, pools, endpoints, service, reload))
+            return runner.run(_serve(settings, pools, endpoints, service, warm, reload))
     finally:
         for endpoint in endpoints:
             endpoint.close()
@@ -1161,11 +1184,16 @@ async def _serve(
     pools: list[HostedPool],
     endpoints: list[Endpoint],
     service: Service,
+    warm: Warm,
     reload: Callable[[], config.Settings] | None,
 ) -> int:
     loop = asyncio.get_running_loop()
+    for pool in pools:
+        pool.limit(settings.tenants)  # so that namespaces that come back are under their tenants' accounts
+        warm.begin(pool)
     server = Server(settings, pools, loop)
-    server.service = service
+    server.service, server.warm, server.boot = service, warm, warm.boot
+    warm.join(server)
     loop.set_exception_handler(server.failed)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain, signal.Signals(number).name)
@@ -1206,15 +1234,25 @@ async def _serve(
     return code
 
 
-def _host(settings: config.PoolSettings, service: Service, *, prefault: bool, chunk_bytes: int) -> HostedPool:
+def _find(warm: Warm, settings: config.PoolSettings) -> Kept | str:
+    layout = config.pool_layout(settings)
+    return warm.find(settings.name, layout, config.pool_config(settings, layout))
+
+
+def _host(
+    settings: config.PoolSettings, service: Service, warm: Warm, *, prefault: bool, chunk_bytes: int
+) -> HostedPool:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
+    kept = warm.find(settings.name, layout, pool_config)
     device = MemoryDevice(
         layout.geometry(pool_config.blocks * pool_config.block_size),
         name=settings.name,
+        generation=kept.head.generation if isinstance(kept, Kept) else 0,
         chunk_bytes=chunk_bytes,
+        descriptor=kept.pool if isinstance(kept, Kept) else -1,
     )
-    if prefault:
+    if prefault and not isinstance(kept, Kept):
         _prefault(settings.name, device, service)
     return HostedPool(settings, layout, pool_config, device)
 

@@ -44,8 +44,9 @@ from kvslot.api.wire import (
     messages,
 )
 from kvslot.daemon import inspection
+from kvslot.daemon.journal.writer import Session as Former
 from kvslot.daemon.logs import limited
-from kvslot.daemon.membership import Entry, Member, birth_of, watch
+from kvslot.daemon.membership import Entry, Member, Peer, birth_of, watch
 
 if TYPE_CHECKING:
     from kvslot.daemon.connection import Connection
@@ -153,7 +154,8 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
         raise OutOfTurn("this connection has a session already")
     if m.version != VERSION:
         raise WrongVersion(f"protocol version {m.version}: this daemon speaks {VERSION}")
-    if m.resume:
+    former = _former(server, connection, m) if m.resume and m.boot and m.boot != server.boot else None
+    if m.resume and former is None:
         return _resume(server, connection, m, now)
     left = server.drain_left(now)
     if left is not None:
@@ -161,17 +163,17 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
             f"the daemon is draining and takes no new sessions: it ends in {left:.0f} s at most"
         )
     peer = connection.peer
-    lost = sum(
-        each.peer.pid == peer.pid and each.session.life == core.Life.LOST for each in server.sessions.values()
-    )
+    # Those of earlier boots are none of these: to say what becomes of them, their process has to come in first.
+    here = [each for each in server.sessions.values() if not each.former]
+    lost = sum(each.peer.pid == peer.pid and each.session.life == core.Life.LOST for each in here)
     if lost >= max(LOST_LEAST, server.sessions_max // 8):
         # Each is kept aside as long as the process lives; one process shall not keep all that there may be.
         raise Busy(
             f"process {peer.pid} has lost {lost} sessions: take them up again (resume), or release them"
         )
-    if len(server.sessions) >= server.sessions_max:
+    if len(here) >= server.sessions_max:
         raise Busy(
-            f"all sessions that there may be are open: {len(server.sessions)} (sessions_max, or what descriptors allow)"
+            f"all sessions that there may be are open: {len(here)} (sessions_max, or what descriptors allow)"
         )
     tenant = server.identity.check(peer, m.namespace.tenant)
     server.identity.check_session(tenant)
@@ -218,11 +220,20 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
             mapped=m.map, pidfd=pidfd,
         )  # fmt: skip
         member.progressed = now
+        journal = hosted.journal
+        if journal is not None:
+            try:
+                journal.opened(member, server.boot)
+            except LookupError as full:
+                hosted.core.bye(session)
+                raise Busy(f"no more sessions: {full}") from None
         if m.map:
             try:
                 member.make_page()
             except OSError as error:
                 hosted.core.bye(session)
+                if journal is not None:
+                    journal.forgotten(member)
                 raise Busy(f"no page for the session: {error.strerror}") from None
     except BaseException:
         if pidfd >= 0:
@@ -234,7 +245,21 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
     hosted.enter(root)
     server.identity.join(member, tenant)
     server.joined(connection, member)
-    return _welcome(server, connection, member, m.id, root)
+    return _welcome(server, connection, member, m.id, root, former)
+
+
+def _former(server: Server, connection: Connection, m: messages.Hello) -> Former:
+    """The session of an earlier boot that a client comes back from, to begin anew."""
+    former = server.warm.known(m.resume, m.secret, m.boot) if server.warm is not None else None
+    if former is None:
+        raise StaleSession(f"session {m.resume} was of an earlier boot of the daemon: nothing of it is left")
+    _check_former(former, connection.peer)
+    return former
+
+
+def _check_former(former: Former, peer: Peer) -> None:
+    if peer.pid != former.pid or birth_of(peer.pid) != former.birth or peer.uid != former.uid:
+        raise Denied(f"session {former.number} is of process {former.pid}")
 
 
 def _guessed(server: Server, connection: Connection, member: Member | None, what: str) -> None:
@@ -251,6 +276,8 @@ def _resume(server: Server, connection: Connection, m: messages.Hello, now: floa
     if member is None or not hmac.compare_digest(member.secret, m.secret):
         _guessed(server, connection, member, "resume")
         raise StaleSession(f"no session {m.resume} with this secret is left")
+    if member.former:
+        raise StaleSession(f"session {m.resume} was of an earlier boot of the daemon: its sequences are lost")
     if peer.pid != member.peer.pid or birth_of(peer.pid) != member.birth:
         raise Denied(
             f"session {m.resume} is of process {member.peer.pid}, and only that can take it up again"
@@ -273,7 +300,12 @@ def _resume(server: Server, connection: Connection, m: messages.Hello, now: floa
 
 
 def _welcome(
-    server: Server, connection: Connection, member: Member, number: int, root: int
+    server: Server,
+    connection: Connection,
+    member: Member,
+    number: int,
+    root: int,
+    former: Former | None = None,
 ) -> messages.Welcome | None:
     """Sends the Welcome itself where descriptors go with it."""
     settings = server.settings
@@ -297,6 +329,7 @@ def _welcome(
             batch=settings.batch_max,
         ),
         descriptors=names,
+        former=former.number if former is not None else 0,
     )
     if not names:
         return welcome
@@ -328,6 +361,12 @@ def open_namespace(
 def release(server: Server, connection: Connection, m: messages.Release, now: float) -> messages.Reply:
     """A dead session of this process ends: it says that nothing of it is in use."""
     member = server.sessions.get(m.session)
+    if member is None and server.warm is not None:
+        former = server.warm.known(m.session, m.secret)
+        if former is not None:
+            _check_former(former, connection.peer)
+            server.warm.released(server, former)
+            return messages.Done(m.id)
     if member is None or not hmac.compare_digest(member.secret, m.secret):
         _guessed(server, connection, member, "release")
         raise NotFound(f"no session {m.session} with this secret is left")
@@ -383,6 +422,8 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
         return late
     hosted = member.hosted
     pool = hosted.core
+    if not member.holds and hosted.journal is not None:
+        hosted.journal.holds(member)
     answer = pool.allocate(
         member.session, m.namespace, m.tokens, now=now, ticket=m.ticket, priority=m.priority,
         contiguous=m.contiguous, wait_for_commit=m.wait_for_commit,
@@ -551,6 +592,8 @@ def pin(server: Server, connection: Connection, m: messages.Pin, now: float) -> 
         raise TooLarge(f"this session has all pins that it may: {len(member.session.pins)} (sequences_max)")
     if server.identity.rated:
         server.identity.check_rate(member, _root(member, m.namespace), now)
+    if not member.holds and member.hosted.journal is not None:
+        member.hosted.journal.holds(member)
     handle, length = member.hosted.core.pin(member.session, _root(member, m.namespace), m.tokens)
     return messages.Pinned(m.id, handle, length)
 

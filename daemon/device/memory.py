@@ -208,25 +208,28 @@ class MemoryDevice:
         notify: Callable[[], None] | None = None,
         checked: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
+        descriptor: int = -1,
     ) -> None:
         """`name` shows in /proc/PID/maps; `generation` 0: drawn; `checked` False: free memory is not looked at.
 
-        `chunk_bytes` is the most that passes the gate between two looks.
+        `chunk_bytes` is the most that passes the gate between two looks.  `descriptor`: memory of an earlier device of
+        this geometry, sealed as this one's would be, which is taken over with what is in it.
         """
         if geometry.planes < 1 or geometry.slots < 1 or min(geometry.slot_bytes) < 1:
             raise DeviceFault(f"geometry {geometry} is empty")
         size = geometry.total_bytes
-        if checked:
+        if checked and descriptor < 0:
             have = available()
             if size > have.free_bytes:
                 raise NoMemory(f"pool {name!r}", size, have.free_bytes, have.total_bytes)
         self.notify = notify
         self._geometry = geometry
         self._generation = generation or secrets.randbits(52) + 1
-        self._descriptor = _memfd(f"kvslot-{name}")
+        self._descriptor = descriptor if descriptor >= 0 else _memfd(f"kvslot-{name}")
         try:
-            os.ftruncate(self._descriptor, size)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
+            if descriptor < 0:
+                os.ftruncate(self._descriptor, size)
+                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._map = mmap.mmap(self._descriptor, size)
         except OSError as error:
             os.close(self._descriptor)

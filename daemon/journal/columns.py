@@ -47,7 +47,10 @@ LIMIT, SPACE, NUMBERS, SESSIONS_USED, SPACES_USED = range(5)
 """Words: above every serial · the last number of a namespace · of a session · entries ever used of either table"""
 
 HELD: Final = 1 << 63
-"""In `owner`: private to the session whose number the other bits are; 0: nobody in particular."""
+"""In `owner`: private to a session, see `held`; alone: to nobody in particular."""
+NUMBER_MOST: Final = (1 << 31) - 1
+"""Of sessions, over all boots."""
+_MIXED: Final = 0x9E3779B9
 ROOT: Final = 1 << 63
 """In `link`: begins the namespace whose number the other bits are."""
 PRIORITY: Final = 60
@@ -56,6 +59,22 @@ PLACES: Final = 18
 """Bits of a place: tokens of one stretch.  A longer one is published as several."""
 SERIAL_MOST: Final = (1 << PRIORITY - PLACES) - 1
 PAGE: Final = 4096
+
+
+def held(number: int) -> int:
+    """The word in `owner` of slots that are private to a session.
+
+    It says the number twice.  A long copy may be cut between any two bytes, and what is half this and half a serial
+    number must not name another session.
+    """
+    return HELD | number << 32 | (number ^ _MIXED) & 0xFFFFFFFF
+
+
+def numbers_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """The sessions that words of `held` name; 0 for those that say nothing."""
+    numbers = (words >> np.uint64(32)) & np.uint64(NUMBER_MOST)
+    said = (words & np.uint64(0xFFFFFFFF)) == (numbers ^ np.uint64(_MIXED))
+    return np.where(said & (words >= np.uint64(HELD)), numbers, 0).astype(np.int64)
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from kvslot.daemon.journal.columns import (
     SPACES,
     SPACES_USED,
     Columns,
+    numbers_of,
 )
 from kvslot.daemon.journal.writer import ENTRY, HOLDS, SUM, Session
 
@@ -60,7 +61,7 @@ def read(columns: Columns, unit: int) -> Found:
     # What a move has left is read by others than those whose it was, and is nobody's in particular.
     theirs = (state == PRIVATE) | (state == FENCED) | (state == QUARANTINED)
     aside = np.flatnonzero(theirs & (owner >= np.uint64(HELD)))
-    numbers = (owner[aside] & np.uint64(HELD - 1)).astype(np.int64)
+    numbers = numbers_of(owner[aside])
     order = np.argsort(numbers, kind="stable")
     places, numbers = aside[order].astype(np.int32), numbers[order]
     starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
@@ -80,14 +81,14 @@ def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int]]:
     for index in np.flatnonzero(words[:, 0]).tolist():
         entry = bytes(columns.sessions[SESSION_BYTES * index : SESSION_BYTES * (index + 1)])
         body = entry[: ENTRY.size]
-        number, boot, birth, group, pid, uid, gid, secret, name = ENTRY.unpack(body)
+        number, boot, birth, group, pid, uid, gid, maps, _, secret, name = ENTRY.unpack(body)
         if crc32(body) != int.from_bytes(entry[SUM : SUM + 4], "little") or number in entries:
             continue
         entries[number] = index
         sessions.append(
             Session(
                 number=number, boot=boot, pid=pid, uid=uid, gid=gid, birth=birth, secret=secret,
-                name=name.rstrip(b"\0").decode(errors="ignore"), group=group,
+                name=name.rstrip(b"\0").decode(errors="ignore"), group=group, mapped=bool(maps),
                 holds=bool(int.from_bytes(entry[8 * HOLDS : 8 * HOLDS + 8], "little")),
             )
         )  # fmt: skip

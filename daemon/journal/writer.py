@@ -32,6 +32,7 @@ from kvslot.daemon.journal.columns import (
     SPACES,
     SPACES_USED,
     Columns,
+    held,
 )
 from kvslot.daemon.journal.states import FILLS, READY, States
 
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 AHEAD: Final = 1 << 20
 """Serials by which the limit is raised: so seldom that it costs nothing."""
 PLACE_MOST: Final = 1 << PLACES
-ENTRY: Final = struct.Struct("<QQQQqII16s32s")
-"""number, boot, birth, group, pid, uid, gid, secret, name; then a word `holds`, then the sum of what is before it."""
+ENTRY: Final = struct.Struct("<QQQQqIIII16s24s")
+"""number, boot, birth, group, pid, uid, gid, mapped, 0, secret, name; a word `holds`; the sum of all before that."""
 HOLDS: Final = ENTRY.size // 8
 SUM: Final = ENTRY.size + 8
 
@@ -63,6 +64,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     name: str
     group: int = 0  # the number of another session of its engine
+    mapped: bool = True  # whether it has ever been given the pool's memory
     holds: bool = True  # whether it may use slots, of its own or cached
 
 
@@ -73,6 +75,7 @@ class Writer(States):
         """`ledger`: whose holder new private slots are; `new` False: the columns are those of an earlier life."""
         self.columns = columns
         self._ledger = ledger
+        self._holder, self._held = 0, held(0).to_bytes(8, "little")
         if new:
             super().__init__(columns.slots, padding, columns.state)
         else:
@@ -96,8 +99,10 @@ class Writer(States):
     def shift(self, slot: int, length: int, source: int, target: int) -> None:
         """A `Journal` of the core's ledger."""
         if target == PRIVATE and source == FREE:
-            holder = (HELD | self._ledger.holder).to_bytes(8, "little")
-            self._owner[8 * slot : 8 * (slot + length)] = holder * length
+            holder = self._ledger.holder
+            if holder != self._holder:
+                self._holder, self._held = holder, held(holder).to_bytes(8, "little")
+            self._owner[8 * slot : 8 * (slot + length)] = self._held * length
         if length <= READY:
             self.view[slot : slot + length] = FILLS[target][length]
         else:
@@ -205,7 +210,7 @@ class Writer(States):
         index = self._entries.take()
         body = ENTRY.pack(
             session.number, session.boot, session.birth, session.group, session.pid, session.uid, session.gid,
-            session.secret, session.name.encode()[:32],
+            session.mapped, 0, session.secret, session.name.encode()[:24],
         )  # fmt: skip
         at = SESSION_BYTES * index
         table, words = self.columns.sessions, self.columns.words

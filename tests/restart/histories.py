@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvslot.allocator import Admitted, Grown, Life, Pool, PoolConfig, Session, Space, State, audit
+from kvslot.allocator import Admitted, Forked, Grown, Life, Pool, PoolConfig, Session, Space, State, audit
 from kvslot.allocator.errors import Refusal
 from kvslot.daemon.journal.columns import HEAD, SESSION_BYTES, SPACE_BYTES, Columns
 from kvslot.daemon.journal.takeover import Takeover, take_over
@@ -66,6 +66,7 @@ class History:
         self.buffer = bytearray(bytes_of(slots))
         self.cuts: list[bytes] = []
         self.colours: dict[int, tuple[int, ...]] = {}  # slot -> namespace, then the tokens up to its own
+        self.paints: list[tuple[int, tuple[int, ...]]] = []  # what is written once the reply is there
         self.page = 4 if paged else 1
         self.number = 0
         self.alive: dict[int, Session] = {}  # number -> session, those of earlier lives among them
@@ -111,6 +112,10 @@ class History:
         kept = {number: slots & after.get(number, frozenset()) for number, slots in before.items()}
         for cut in self.cuts:
             self.look(cut, kept)
+        # Only now has anybody been told of slots, and writes to them.
+        for target, colour in self.paints:
+            self.colours[target] = colour
+        self.paints.clear()
 
     def open(self) -> None:
         if len(self.live()) >= 4:
@@ -149,7 +154,7 @@ class History:
             for copy in answer.copies:
                 for i in range(copy.length):
                     if copy.source + i in self.colours:
-                        self.colours[copy.target + i] = self.colours[copy.source + i]
+                        self.paints.append((copy.target + i, self.colours[copy.source + i]))
             self._paint(session, answer.sequence, space, answer.hit)
         elif hasattr(answer, "ticket"):
             self.pool.withdraw(session, answer.ticket)
@@ -159,7 +164,7 @@ class History:
         tokens = self.prompts[handle]
         slots = self._slots(session, handle)
         for position in range(start, min(len(tokens), len(slots))):
-            self.colours[slots[position]] = (space, *tokens[: position + 1])
+            self.paints.append((slots[position], (space, *tokens[: position + 1])))
 
     def _slots(self, session: Session, handle: int) -> list[int]:
         flat = self.pool.table(session, handle)
@@ -178,7 +183,7 @@ class History:
             for copy in answer.copies:
                 for i in range(copy.length):
                     if copy.source + i in self.colours:
-                        self.colours[copy.target + i] = self.colours[copy.source + i]
+                        self.paints.append((copy.target + i, self.colours[copy.source + i]))
             at = len(self.prompts[handle])
             more = self.rng.randrange(1, 6)
             self.prompts[handle] += [self.rng.randrange(3) for _ in range(more)]
@@ -209,7 +214,7 @@ class History:
         sequence = self.pool.sequences[handle]
         self.pool.wrote(session, handle, len(self.prompts[handle]))
         answer = self.pool.fork(session, handle, length=self.rng.randrange(1, max(2, sequence.written)))
-        if hasattr(answer, "sequence"):
+        if isinstance(answer, Forked):
             self.prompts[answer.sequence] = self.prompts[handle][: answer.length]
 
     def _fence(self, session: Session) -> int:

@@ -1,0 +1,415 @@
+"""What outlives the daemon: pools, their journals and the proof who is there, kept by the service manager.
+
+    pool-KEY      the pool's memory        journal-KEY     its journal        KEY: a sum of the pool's name
+    session-N     a pidfd of the process of session N, a number that is never given out twice in a journal's life
+
+A start is warm, pool by pool, where memory and journal come back and are those of this pool as it is configured now;
+else it is cold, and one line of the log says why.  What comes back and belongs to nothing (of a pool that is no more,
+of another size, there twice) is given up, so that it does not take memory for ever.
+
+    former      sessions of earlier boots whose processes may live.  Those that hold anything are members like others
+                that lost their connection; slots and cache wait for them.  One that returns is told, begins anew, and
+                releases what it held once its steps have completed; one whose process has ended releases it by that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import structlog
+
+from kvslot.allocator import Life
+from kvslot.daemon.journal import columns as memory
+from kvslot.daemon.journal.columns import Columns, Head
+from kvslot.daemon.journal.takeover import Takeover, take_over
+from kvslot.daemon.journal.writer import Session, Writer
+from kvslot.daemon.membership import Member, Peer, birth_of, ended
+
+if TYPE_CHECKING:
+    from kvslot.allocator import PoolConfig
+    from kvslot.allocator import Session as Core
+    from kvslot.daemon.layout import Layout
+    from kvslot.daemon.notify import Store
+    from kvslot.daemon.pools import HostedPool
+    from kvslot.daemon.server import Server
+
+log = structlog.stdlib.get_logger("kvslot.daemon")
+
+SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+"""That memory of ours has; without them a client could pull it from under us."""
+
+
+class Kept(NamedTuple):
+    """A pool that came back."""
+
+    pool: int  # descriptors
+    journal: int
+    head: Head
+
+
+class Journaled:
+    """The journal of one pool that is served, and what is left of earlier boots in it."""
+
+    def __init__(self, warm: Warm, hosted: HostedPool, writer: Writer) -> None:
+        self.writer = writer
+        self.everybody: Core | None = None
+        """Holds what is cached, until all members of earlier boots are gone."""
+        self._warm = warm
+        self._hosted = hosted
+
+    def opened(self, member: Member, boot: int) -> None:
+        """Before a session is told that it is one: raises LookupError where no more can be written down."""
+        member.session.mark = member.number
+        group = member.session.group
+        if group is not None:
+            member.engine = self._hosted.members[group.members[0].handle].engine
+        self.writer.session_opened(
+            Session(
+                number=member.number, boot=boot, pid=member.peer.pid, uid=member.peer.uid, gid=member.peer.gid,
+                birth=member.birth, secret=member.secret, name=member.name, group=member.engine, mapped=member.mapped,
+            )
+        )  # fmt: skip
+        if member.pidfd >= 0:
+            self._warm.store.keep(f"session-{member.number}", member.pidfd)
+
+    def holds(self, member: Member) -> None:
+        """A session that held nothing is about to."""
+        member.holds = True
+        self.writer.session_holds(member.number, True)
+
+    def upkeep(self, member: Member) -> None:
+        """Writes down that a session holds nothing, so that nothing has to wait for it after a restart."""
+        session = member.session
+        if session.group is None and not (
+            session.sequences or session.fences or session.pins or session.moved or session.settling
+        ):
+            member.holds = False
+            self.writer.session_holds(member.number, False)
+
+    def forgotten(self, member: Member) -> bool:
+        """A session has ended and holds nothing; true where that ends what was held for all of earlier boots."""
+        self.writer.session_closed(member.number)
+        if member.mapped:
+            self._warm.store.forget(f"session-{member.number}")
+        if member.former:
+            self._warm.former.pop(member.number, None)
+        if self.everybody is None or any(each.former for each in self._hosted.members.values()):
+            return False
+        everybody, self.everybody = self.everybody, None
+        assert everybody.life == Life.LOST
+        self._hosted.core.gone(everybody)
+        log.info("restart_settled", pool=self._hosted.name)
+        return True
+
+
+class Warm:
+    """The pools that came back, and where those that are served are kept."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.enabled = store.available
+        self.boot = secrets.randbits(62) + 1
+        """The token of this one."""
+        self.former: dict[int, tuple[Session, str]] = {}
+        """Sessions of earlier boots whose processes may live, by number, with their pool's name."""
+        self._found: dict[str, Kept | str] = {}
+        self._pidfds: dict[int, list[int]] = {}
+        self._adopted: list[tuple[HostedPool, Takeover]] = []
+        self._kept: dict[str, tuple[list[int], list[int]]] = {}
+        for name in list(store.inherited):
+            kind, _, key = name.partition("-")
+            if kind == "session" and key.isdecimal():
+                self._pidfds[int(key)] = store.pop(name)
+            elif kind in ("pool", "journal") and key:
+                both = self._kept.setdefault(key, ([], []))
+                both[kind == "journal"].extend(store.pop(name))
+
+    # -- looking -----------------------------------------------------------------------------------------------
+
+    def find(self, name: str, layout: Layout, config: PoolConfig) -> Kept | str:
+        """The pool of that name, or why there is none like it; asked again, the same."""
+        found = self._found.get(name)
+        if found is None:
+            found = self._find(name, layout, config)
+            if isinstance(found, Kept) and (why := _difference(found.head, layout, config)):
+                os.close(found.pool)
+                os.close(found.journal)
+                self._give_up(_key(name))
+                found = why
+            self._found[name] = found
+        return found
+
+    def _find(self, name: str, layout: Layout, config: PoolConfig) -> Kept | str:
+        size_bytes = layout.size_bytes(config.blocks * config.block_size)
+        if not self.enabled:
+            return "no service manager keeps anything for this process"
+        pools, journals = self._kept.pop(_key(name), ([], []))
+        why = "nothing of an earlier one is there"
+        chosen: Kept | None = None
+        for journal in journals:
+            head = _head_of(journal)
+            if isinstance(head, str):
+                why = f"its journal: {head}"
+                continue
+            if head.pool != name:
+                why = f"its journal is of pool {head.pool!r}"
+                continue
+            why = "its journal came back without the memory that it is about"
+            for pool in pools:
+                status = os.fstat(pool)
+                if status.st_ino != head.inode:
+                    continue
+                if status.st_size != head.size_bytes or head.size_bytes != size_bytes:
+                    why = f"its memory has {status.st_size} bytes, and {size_bytes} are configured"
+                elif not _sealed(pool):
+                    why = "its memory is not sealed"
+                else:
+                    chosen = Kept(pool, journal, head)
+        if pools and not journals:
+            why = "its memory came back without a journal"
+        for each in (*pools, *journals):
+            if chosen is None or each not in chosen[:2]:
+                os.close(each)
+        if chosen is None:
+            self._give_up(_key(name))
+            return why
+        if len(pools) + len(journals) > 2:
+            # What is there twice is kept once from here on.
+            self._give_up(_key(name))
+            self._keep(chosen.pool, chosen.journal, name)
+        return chosen
+
+    def _give_up(self, key: str) -> None:
+        for kind in ("pool", "journal"):
+            self.store.forget(f"{kind}-{key}")
+
+    def _keep(self, pool: int, journal: int, name: str) -> None:
+        for kind, descriptor in (("pool", pool), ("journal", journal)):
+            if not self.store.keep(f"{kind}-{_key(name)}", descriptor):
+                log.warning("descriptor_not_kept", name=f"{kind}-{_key(name)}", pool=name)
+
+    # -- beginning ---------------------------------------------------------------------------------------------
+
+    def begin(self, hosted: HostedPool) -> None:
+        """Takes over what is in a pool that came back, or says why it begins empty; journals it from here on."""
+        name, core = hosted.name, hosted.core
+        kept = self._found.get(name, "it was not looked for")
+        if isinstance(kept, str):
+            log.info("cold_start", pool=name, reason=kept)
+            if not self.enabled:
+                return
+            journal = memory.make(core.slots, name)
+        else:
+            journal = kept.journal
+        began = time.perf_counter()
+        buffer = memoryview(memory.mapped(journal))
+        columns = Columns(buffer, core.slots)
+        pool = hosted.device.descriptor
+        head = Head(
+            pool=name, slots=core.slots, block_size=core.block_size, padding=core.padding, unit=core.unit,
+            fingerprint=hosted.layout.fingerprint, size_bytes=hosted.description.size_bytes,
+            inode=os.fstat(pool).st_ino, generation=hosted.description.generation, boot=self.boot,
+        )  # fmt: skip
+        core.ledger.journal = None
+        if isinstance(kept, str):
+            _touch(columns)
+            writer = Writer(columns, core.padding, core.ledger)
+            core.ledger.journal, core.ledger.recorder = writer.shift, writer
+            columns.write_head(head)
+            self._keep(pool, journal, name)
+            os.close(journal)
+            hosted.states = writer.view
+            hosted.journal = Journaled(self, hosted, writer)
+            return
+        takeover = take_over(columns, core, self._lives)
+        columns.write_head(head)
+        os.close(journal)
+        hosted.states = takeover.writer.view
+        hosted.journal = journaled = Journaled(self, hosted, takeover.writer)
+        journaled.everybody = takeover.restored.everybody
+        for root in core.roots:
+            hosted.users.setdefault(root, 0)
+        for each in takeover.gone:
+            if each.number not in takeover.restored.sessions:
+                self._close(each, takeover.writer)
+        for each in takeover.living:
+            self.former[each.number] = (each, name)
+        self._adopted.append((hosted, takeover))
+        restored, found = takeover.restored, takeover.found
+        log.info(
+            "warm_start",
+            pool=name,
+            tokens=restored.tokens,
+            lost=found.cached - restored.tokens,
+            nodes=restored.nodes,
+            aside=restored.aside,
+            sessions=len(takeover.living),
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    def _lives(self, session: Session) -> bool:
+        """Whether a session's process may be there: what cannot be looked at may."""
+        if not session.mapped:
+            return False  # it never could touch anything
+        gone = False
+        for pidfd in self._pidfds.get(session.number, ()):
+            if _is_pidfd(pidfd, session.pid):
+                if not ended(pidfd):
+                    return True
+                gone = True
+        # It has ended by what was kept; or nothing was, and the process of that number tells.
+        if session.pid <= 0:
+            return not gone
+        try:
+            own = os.pidfd_open(session.pid)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return not gone
+        try:
+            if ended(own):
+                return False
+            birth = birth_of(session.pid)
+            # Where processes of others cannot be looked at, what was kept has to do.
+            return birth == session.birth if birth and session.birth else not gone
+        finally:
+            os.close(own)
+
+    def _close(self, session: Session, writer: Writer) -> None:
+        writer.session_closed(session.number)
+        if session.mapped:
+            self.store.forget(f"session-{session.number}")
+        for descriptor in self._pidfds.pop(session.number, ()):
+            os.close(descriptor)
+
+    def join(self, server: Server) -> None:
+        """Those of earlier boots who hold something become members that have lost their connection."""
+        numbers = [
+            hosted.journal.writer.numbers for hosted in server.pools.values() if hosted.journal is not None
+        ]
+        server.numbers_from(max(numbers, default=0))
+        now = time.monotonic()
+        for hosted, takeover in self._adopted:
+            for each in takeover.found.sessions:
+                core = takeover.restored.sessions.get(each.number)
+                if core is None:
+                    continue
+                member = Member(
+                    each.number, hosted, core, Peer(each.pid, each.uid, each.gid), name=each.name,
+                    secret=each.secret, since=now, mapped=True, pidfd=self._pidfd_of(each),
+                )  # fmt: skip
+                member.birth = each.birth
+                member.former = each.boot
+                server.adopt(member)
+        self._adopted.clear()
+        for descriptors in self._pidfds.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        for number in self._pidfds:
+            if number not in self.former:
+                self.store.forget(f"session-{number}")
+        self._pidfds.clear()
+        for key, both in self._kept.items():  # of pools that are no more
+            for descriptor in (*both[0], *both[1]):
+                os.close(descriptor)
+            self._give_up(key)
+        self._kept.clear()
+
+    def _pidfd_of(self, session: Session) -> int:
+        """A descriptor to watch the process by; -1: none, and then it counts as there until it says otherwise."""
+        for descriptor in self._pidfds.get(session.number, []):
+            with contextlib.suppress(OSError):
+                if _is_pidfd(descriptor, session.pid) and not ended(descriptor):
+                    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        with contextlib.suppress(OSError):
+            descriptor = os.pidfd_open(session.pid)
+            if birth_of(session.pid) == session.birth:
+                self.store.keep(f"session-{session.number}", descriptor)
+                return descriptor
+            os.close(descriptor)
+        return -1
+
+    # -- those of earlier boots --------------------------------------------------------------------------------
+
+    def known(self, number: int, secret: bytes, boot: int = 0) -> Session | None:
+        """The former session of that number, by its secret and (unless 0) the boot it was of."""
+        session = self.former.get(number, (None, ""))[0]
+        if (
+            session is None
+            or not hmac.compare_digest(session.secret, secret)
+            or boot not in (0, session.boot)
+        ):
+            return None
+        return session
+
+    def released(self, server: Server, session: Session) -> None:
+        """A former session that held nothing says that it is over."""
+        hosted = server.pools[self.former.pop(session.number)[1]]
+        assert hosted.journal is not None
+        hosted.journal.writer.session_closed(session.number)
+        self.store.forget(f"session-{session.number}")
+
+
+def _key(name: str) -> str:
+    return f"{crc32(name.encode()):08x}"
+
+
+def _head_of(descriptor: int) -> Head | str:
+    try:
+        if not _sealed(descriptor):
+            return "it is not sealed"
+        buffer = os.pread(descriptor, memory.HEAD, 0)
+        head = memory.read_head(memoryview(buffer))
+        if isinstance(head, Head) and os.fstat(descriptor).st_size != memory.size_of(head.slots):
+            return "it has another size than it says"
+        return head
+    except OSError as error:
+        return str(error.strerror)
+
+
+def _sealed(descriptor: int) -> bool:
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False
+
+
+def _is_pidfd(descriptor: int, pid: int) -> bool:
+    """Whether a descriptor is of that process, dead or alive: a foreign one proves nothing."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/self/fdinfo/{descriptor}") as file:
+        for line in file:
+            if line.startswith("Pid:"):
+                return int(line.split()[1]) in (pid, -1)
+    return False
+
+
+def _touch(columns: Columns) -> None:
+    """Makes the columns exist now, rather than page by page on the way of a reply."""
+    for column in (columns.owner, columns.place, columns.token, columns.link):
+        np.frombuffer(column, np.uint8)[:] = 0
+
+
+def _difference(head: Head, layout: Layout, config: PoolConfig) -> str:
+    """In what a journal is of another pool than the one that is configured; "": in nothing."""
+    now = {
+        "slots": config.blocks * config.block_size,
+        "block_size": config.block_size,
+        "unit": config.block_size if config.opaque else 1,
+        "fingerprint": layout.fingerprint,
+    }
+    for name, is_ in now.items():
+        was = getattr(head, name)
+        if was != is_:
+            return f"its {name} was {was}, and is {is_} now"
+    return ""
+
+
+__all__ = ["Journaled", "Kept", "Warm"]
