@@ -34,6 +34,22 @@ class Lost(Ended):
     """
 
 
+def _whose(answer: Never) -> str:
+    """What has the limit of a Never."""
+    match answer.quota:
+        case "":
+            return "that the pool has"
+        case "session":
+            return "that this session may ever have (quota session)"
+        case quota:
+            return f"that this tenant may ever have (quota {quota})"
+
+
+def _why(answer: Later) -> str:
+    """The reason, and the quota where one binds."""
+    return f"{answer.reason}; quota {answer.quota}, {answer.limit}" if answer.quota else answer.reason
+
+
 class NeverFits(KvslotError):
     """The request would not fit an otherwise empty pool under this quota.
 
@@ -42,7 +58,7 @@ class NeverFits(KvslotError):
 
     def __init__(self, answer: Never) -> None:
         super().__init__(
-            f"the request needs {answer.needed} slots and {answer.limit} is all this session may ever have: "
+            f"the request needs {answer.needed} slots and {answer.limit} is all {_whose(answer)}: "
             "shorten it, or give the session a larger quota or the daemon a larger pool"
         )
         self.needed = answer.needed
@@ -61,13 +77,13 @@ class OutOfRoom(KvslotError):
             case Later():
                 why = (
                     f"{answer.needed} slots are needed; {answer.free_now} free, {answer.coming_free} coming free, "
-                    f"{answer.evictable} evictable ({answer.reason}): free a sequence, or append again in "
+                    f"{answer.evictable} evictable ({_why(answer)}): free a sequence, or append again in "
                     f"{answer.retry_after_ms} ms"
                 )
             case Never():
                 why = (
-                    f"{answer.needed} slots are needed and {answer.limit} is the limit: it can grow no further; "
-                    "end it, or give the session a larger quota or the daemon a larger pool"
+                    f"{answer.needed} slots are needed and {answer.limit} is the limit, all {_whose(answer)}: it "
+                    "can grow no further; end it, or give the session a larger quota or the daemon a larger pool"
                 )
             case _:
                 why = "the daemon refused to let it grow"
@@ -84,6 +100,6 @@ class AdmissionTimeout(KvslotError, TimeoutError):
     def __init__(self, seconds: float, answer: Later) -> None:
         super().__init__(
             f"no room within {seconds:g} s: {answer.needed} slots are needed; {answer.free_now} free, "
-            f"{answer.coming_free} coming free, {answer.evictable} evictable ({answer.reason})"
+            f"{answer.coming_free} coming free, {answer.evictable} evictable ({_why(answer)})"
         )
         self.answer = answer

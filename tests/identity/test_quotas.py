@@ -1,0 +1,218 @@
+"""Quotas of tenants against a real daemon: each refusal names quota and limit, and what never fits is NEVER."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvslot.api.client import Client
+from kvslot.api.client.errors import AdmissionTimeout, NeverFits
+from kvslot.api.wire import errors, messages
+from kvslot.api.wire.messages import Namespace
+
+from ..tools.daemon import Running, running
+from ..tools.wire import Wire, tokens
+from .tools import refused
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Running]:
+    """A pool with limited tenants."""
+    tenants: list[dict[str, Any]] = [
+        {"name": "slots", "slots": 200},
+        {"name": "few", "sessions": 2},
+        {"name": "runs", "reserved_runs": 2},
+        {"name": "rate", "requests_per_second": 3.0},
+        {"name": "*", "slots": 300},
+    ]
+    with running(tenant=tenants, pools=[{"blocks": 200, "block_size": 16, "quantum": 16}]) as daemon:
+        yield daemon
+
+
+def test_slots_over_all_sessions(daemon: Running) -> None:
+    """NEVER for what the tenant's quota can never hold; LATER, with its figures, for what it cannot hold now; Ready
+    when another session of the tenant gives back; another tenant notices nothing."""
+    with Wire(daemon.socket) as one, Wire(daemon.socket) as two, Wire(daemon.socket) as other:
+        root = one.hello(namespace=Namespace("slots"), map=False).namespace
+        salted = two.hello(namespace=Namespace("slots", salt="s"), map=False).namespace
+        theirs = other.hello(namespace=Namespace("x"), map=False).namespace
+        never = one.call(messages.Allocate, root, 1, tokens(201))
+        assert (type(never), never.needed, never.limit, never.quota) == (messages.Never, 201, 200, "slots")
+        admitted = one.call(messages.Allocate, root, 1, tokens(100))
+        later = two.call(messages.Allocate, salted, 1, tokens(190))
+        assert (type(later), later.reason, later.quota, later.limit) == (
+            messages.Later,
+            "quota",
+            "slots",
+            200,
+        )
+        assert later.free_now == 200 - admitted.capacity
+        assert isinstance(other.call(messages.Allocate, theirs, 1, tokens(250)), messages.Admitted)
+        one.call(messages.Free, 1)
+        assert two.receive() == messages.Ready(later.ticket)
+        assert isinstance(
+            two.call(messages.Allocate, salted, 1, tokens(190), later.ticket), messages.Admitted
+        )
+        grown = two.call(messages.Extend, 1, 0, 11)
+        assert (type(grown), grown.limit, grown.quota) == (messages.Never, 200, "slots")
+
+
+def test_a_sessions_own_quota_is_named_as_such(daemon: Running) -> None:
+    """Where the session's quota is the narrower one it is the one that is named."""
+    with Wire(daemon.socket) as wire:
+        root = wire.hello(namespace=Namespace("slots"), map=False, quota=50).namespace
+        never = wire.call(messages.Allocate, root, 1, tokens(51))
+        assert (never.limit, never.quota) == (50, "session")
+        unlimited = wire.call(messages.OpenNamespace, Namespace("few")).namespace
+        assert wire.call(messages.Allocate, unlimited, 2, tokens(4000)).quota == "session"
+    with Wire(daemon.socket) as wire:
+        root = wire.hello(namespace=Namespace("few"), map=False).namespace
+        never = wire.call(messages.Allocate, root, 1, tokens(4000))
+        assert (never.limit, never.quota) == (199 * 16, "")
+
+
+def test_sessions_of_a_tenant(daemon: Running) -> None:
+    """A session more than the quota is Busy, with its name and limit, by Hello and by OpenNamespace; one that has ended
+    makes way, and one that opened two namespaces of a tenant is one."""
+    few, x = Namespace("few"), Namespace("x")
+    with Wire(daemon.socket) as one:
+        one.hello(namespace=few, map=False)
+        one.call(messages.OpenNamespace, Namespace("few", salt="another"))
+        with Wire(daemon.socket) as two:
+            two.hello(namespace=x, map=False)
+            assert isinstance(two.call(messages.OpenNamespace, few), messages.Opened)
+            with Wire(daemon.socket) as three:
+                error = refused(three, messages.Hello, 1, "x", namespace=few, map=False)
+                assert error.code == errors.Busy.code
+                assert "'few'" in error.message
+                assert "quota sessions is 2" in error.message
+            with Wire(daemon.socket) as four:
+                four.hello(namespace=x, map=False)
+                error = refused(four, messages.OpenNamespace, few)
+                assert error.code == errors.Busy.code
+        replies: list[object] = []
+        while not any(isinstance(each, messages.Welcome) for each in replies):
+            assert len(replies) < 1000, "the place of a session that ended is not given on"
+            with Wire(daemon.socket) as five:
+                replies.append(five.call(messages.Hello, 1, "x", namespace=few, map=False))
+
+
+def test_runs_in_reserve(daemon: Running) -> None:
+    """Growth runs that stand unwritten are bounded over the tenant's sequences; the answer names the quota."""
+    with Wire(daemon.socket) as wire:
+        root = wire.hello(namespace=Namespace("runs"), map=False).namespace
+        admitted = [wire.call(messages.Allocate, root, n, tokens(20, n * 1000)) for n in range(1, 5)]
+        assert sum(each.capacity - 20 for each in admitted) <= 32
+        answers = [wire.call(messages.Extend, n) for n in itertools.islice(itertools.cycle(range(1, 5)), 12)]
+        later = next(each for each in answers if isinstance(each, messages.Later))
+        assert (later.reason, later.quota, later.limit) == ("quota", "reserved_runs", 32)
+        never = wire.call(messages.Extend, 1, 0, 33)
+        assert (type(never), never.limit, never.quota) == (messages.Never, 32, "reserved_runs")
+
+
+def test_requests_a_second(daemon: Running) -> None:
+    """Beyond the rate Allocate is LATER and Probe Busy, both with the quota, its limit and a time; what goes on with
+    running work, or comes back with its ticket, is not counted, and after that time a request is served."""
+    with Wire(daemon.socket) as wire:
+        root = wire.hello(namespace=Namespace("rate"), map=False).namespace
+        other = wire.call(messages.OpenNamespace, Namespace("x")).namespace
+        answers: list[Any] = []
+        while not answers or not isinstance(answers[-1], messages.Later):
+            answers.append(
+                wire.call(messages.Allocate, root, len(answers) + 1, tokens(8, 100 * len(answers)))
+            )
+            assert len(answers) < 1000
+        later = answers[-1]
+        assert (later.reason, later.quota, later.limit, later.ticket) == (
+            "rate", "requests_per_second", 3, 0,
+        )  # fmt: skip
+        assert 0 < later.retry_after_ms <= 334
+        busy = wire.call(messages.Probe, root, tokens(4))
+        while isinstance(busy, messages.Probed):
+            busy = wire.call(messages.Probe, root, tokens(4))
+        assert busy.code == errors.Busy.code
+        assert "requests_per_second is 3" in busy.message
+        assert isinstance(wire.call(messages.Extend, 1), messages.Grown)
+        assert isinstance(wire.call(messages.Free, 1), messages.Done)
+        assert isinstance(wire.call(messages.Allocate, other, 50, tokens(8)), messages.Admitted)
+    with Client(str(daemon.socket), namespace=Namespace("rate")) as client:
+        for n in range(6):
+            client.admit(range(n * 50, n * 50 + 8), timeout=30).free()
+
+
+def test_clients_are_told_in_words(daemon: Running) -> None:
+    """The errors of the client library name the quota and its limit."""
+    with Client(str(daemon.socket), namespace=Namespace("slots")) as client:
+        with pytest.raises(NeverFits, match=r"200 .*quota slots"):
+            client.admit(range(201))
+        kept = client.admit(range(150))
+        with pytest.raises(AdmissionTimeout, match=r"quota slots, 200"):
+            client.admit(range(500, 600), timeout=0.05)
+        kept.free()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+NAMES = (
+    "x", "X", "ab", "a", "", "b", "\u00e9", "e\u0301", "\u212a", "K", "\u03c3", "\u03c2", "\ud7ff", "\U0001f512",
+    "\u200bx", "x\u200b", "x ", " x", "a\nb", 'a"b', "a\\b", "\u202ex", "\u0000", "\ufeffx", "y" * 256,
+)  # fmt: skip
+
+
+def test_s44_no_two_names_meet(daemon: Running) -> None:
+    """S44: whatever part of a namespace a name stands in, only the same structure finds what was cached; names that
+    look alike, or run together when they are joined, are others."""
+    parts: set[tuple[str, str, str, str]] = {
+        ("", "", "", "X"), ("", "", "X", ""), ("", "", "X", "X"), ("", "X", "", ""), ("X", "", "", ""),
+        ("", "", "", ""), ("", "", "ab", "c"), ("", "", "a", "bc"), ("", "", "", "x"), ("", "", "x", ""),
+        ("ab", "c", "", ""),
+        ("a", "bc", "", ""), ("a", "b", "c", ""), ("abc", "", "", ""),
+    }  # fmt: skip
+    parts |= {("", "", "", name) for name in NAMES} | {
+        (name, "", "", "") for name in NAMES if name != "slots"
+    }
+    prompt = tokens(17)
+    with Wire(daemon.socket) as wire:
+        wire.hello(namespace=Namespace("x"), map=False)
+        roots = {
+            each: wire.call(messages.OpenNamespace, Namespace(*each)).namespace for each in sorted(parts)
+        }
+        assert len(set(roots.values())) == len(parts)
+        for number, root in enumerate(roots.values(), 1):
+            found = wire.call(messages.Probe, root, prompt)
+            assert found.hit == 0, [each for each, it in roots.items() if it == root]
+            assert isinstance(wire.call(messages.Allocate, root, number, prompt), messages.Admitted)
+            wire.call(messages.Commit, number, 17)
+            wire.call(messages.Free, number)
+            assert wire.call(messages.Probe, root, prompt).hit == 16, "the control: the same key hits"
+
+
+def test_s46_names_reach_no_line_as_they_came(daemon: Running) -> None:
+    """S46: names with quotes, newlines, escapes and marks that turn text are refused and told on one line each."""
+    with running(tenant=[{"name": "a"}]) as strict:
+        for name in NAMES:
+            if name == "a":
+                continue
+            with Wire(strict.socket) as wire:
+                error = refused(wire, messages.Hello, 1, "x", namespace=Namespace(name), map=False)
+                assert error.code == errors.Denied.code
+                assert error.message.isprintable(), error.message
+        for line in strict.text().splitlines():
+            assert line.startswith("{"), line
+
+
+def test_a_name_that_is_no_text_is_refused(daemon: Running) -> None:
+    """A lone surrogate's bytes, or more than 256 characters, end the connection and nothing else."""
+    body = b"\x94\x01\x01\x01\xa3\xed\xa0\x80"
+    with Wire(daemon.socket) as wire:
+        wire.sock.sendall(len(body).to_bytes(4, "little") + body)
+        assert wire.receive().code == errors.BadRequest.code
+    with Wire(daemon.socket) as wire:
+        wire.hello(namespace=Namespace("x"), map=False)
+        wire.send(messages.OpenNamespace(9, Namespace("z" * 257)))
+        assert wire.receive().code == errors.BadRequest.code
+    with Wire(daemon.socket) as wire:
+        wire.hello(namespace=Namespace("x"), map=False)
