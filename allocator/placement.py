@@ -167,8 +167,11 @@ class Placement:
     def _pages_in_sight(self, need: int, page: int) -> bool:
         """Whether the next few victims and the free slots beside them have `need` slots in whole pages."""
         tree, runs = self.tree, self.runs
-        if self.unit == page:
-            return need <= runs.total + tree.evictable  # only whole blocks are ever held
+        if self.admission.window is not None:
+            return False  # what is freed inside it is set aside for its ticket: only a count can tell
+        if self.unit == page > 1:
+            # Nodes are whole blocks here; a sequence that was cut short may share one with free slots.
+            return need <= runs.blocks_free * page + tree.evictable
         missing = need - (runs.cells_free * page if page == self.cell else 0)
         stretches: list[tuple[int, int]] = []
         beside: set[tuple[int, int]] = set()

@@ -481,8 +481,10 @@ class Compactor:
             for name, value in msgspec.structs.asdict(outcomes).items()
             if name != "planned"
         }
-        missed = of_plan["deferred"] + of_plan["over_budget"]
-        self.pace.moved(order, of_plan["moved_tokens"], self.reading(), now, missed=missed)
+        self.pace.moved(
+            order, of_plan["moved_tokens"], self.reading(), now,
+            missed=of_plan["over_budget"], deferred=of_plan["deferred"],
+        )  # fmt: skip
         sparing(
             log, "compaction_moved", LINES, pool=self.hosted.name, purpose=str(order.purpose), **of_plan,
             blocks_free=self.hosted.core.runs.blocks_free,

@@ -97,14 +97,27 @@ class Order(msgspec.Struct, frozen=True, gc=False):
 class _Pass:
     """One purpose's hysteresis and rest."""
 
-    __slots__ = ("began", "going", "judged", "loose", "missed", "moved", "rest", "tick", "until", "why")
+    __slots__ = (
+        "began",
+        "deferred",
+        "going",
+        "judged",
+        "loose",
+        "missed",
+        "moved",
+        "rest",
+        "tick",
+        "until",
+        "why",
+    )
 
     def __init__(self) -> None:
         self.going = False
         self.began = 0  # loose memory at the pass's begin
         self.judged = 0  # ... and when the pass was last asked what it brings
         self.moved = 0  # tokens since then
-        self.missed = 0  # moves of the pass that could not begin, or found no gap
+        self.missed = 0  # moves of the pass that found no gap
+        self.deferred = 0  # ... and that could not begin, or be published, just then
         self.why = "brought little"
         self.loose = 0  # loose memory when the rest began
         self.rest = 0.0  # its length
@@ -263,13 +276,16 @@ class Pace:
         else:
             self._end(each, reading.loose(order.purpose), reading, now)
 
-    def moved(self, order: Order, tokens: int, reading: Reading, now: float, *, missed: int = 0) -> None:
-        """So many tokens of a plan for `order` have found new places; so many moves could not begin or found no gap."""
+    def moved(
+        self, order: Order, tokens: int, reading: Reading, now: float, *, missed: int = 0, deferred: int = 0
+    ) -> None:
+        """So many tokens of a plan for `order` have found new places; some found no gap, or could not begin."""
         if order.ticket:
             return
         each = self._pass(order.purpose)
         each.moved += tokens
         each.missed += missed
+        each.deferred += deferred
         if order.purpose is Purpose.JOIN or self.once or not each.going:
             return
         if each.moved >= max(reading.free, reading.block_size):
@@ -288,15 +304,19 @@ class Pace:
         each.tick = -1
         if little or each.began - loose < GAIN_LEAST * max(each.began, 1):
             self.rests += 1
-            # Moves that found no gap would have brought something: they are tried again though nobody used the pool.
-            first = REST_MISSED if each.missed else REST_FIRST
+            # Moves that did not come about would have brought something: they are tried again though nobody used the
+            # pool.
+            failed = each.missed or each.deferred
+            first = REST_MISSED if failed else REST_FIRST
             each.rest = min(max(first, 2 * each.rest), REST_LAST)
-            if not each.missed:
+            if not failed:
                 each.tick = reading.tick
         else:
             each.rest = REST_FIRST
-        each.why = "found no gap" if each.missed else "brought little"
-        each.missed = 0
+        each.why = "brought little"
+        if each.missed or each.deferred:
+            each.why = "found no gap" if each.missed else "had moves that could not begin"
+        each.missed = each.deferred = 0
         each.until = now + each.rest
 
     def _pass(self, purpose: Purpose) -> _Pass:

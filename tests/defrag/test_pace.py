@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any
 
+import pytest
+
 from kvslot.defrag import Purpose
 from kvslot.defrag.pace import (
     JOIN_SECONDS,
@@ -113,8 +115,15 @@ def test_without_use_of_the_pool_moves_end() -> None:
     assert orders == 3  # one for each purpose
 
 
-def test_moves_that_found_no_gap_are_tried_again_though_nobody_uses_the_pool() -> None:
-    """A pass that brought nothing for want of a gap ends in a rest, longer each time, and not for good."""
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [({"missed": 10}, "found no gap"), ({"deferred": 10}, "had moves that could not begin")],
+    ids=["no gap", "deferred"],
+)
+def test_moves_that_did_not_come_about_are_tried_again_though_nobody_uses_the_pool(
+    outcome: dict[str, int], word: str
+) -> None:
+    """A pass whose moves found no gap, or could not begin, ends in a rest, longer each time, and not for good."""
     pace = Pace(Rules())
     reading = seen(blocks=0.5, tick=7)
     begun = []
@@ -126,10 +135,10 @@ def test_moves_that_found_no_gap_are_tried_again_though_nobody_uses_the_pool() -
             continue
         begun.append(now)
         pace.planned(order, 10, reading, now)
-        pace.moved(order, 0, reading, now, missed=10)
+        pace.moved(order, 0, reading, now, **outcome)
         pace.planned(given(pace.order(reading, now)), 0, reading, now)
         assert pace.order(reading, now) is None
-        assert "found no gap" in pace.reason
+        assert word in pace.reason
     rests = [later - earlier for earlier, later in itertools.pairwise(begun)]
     assert rests == [11.0, 22.0, 44.0, 88.0, 176.0]
     # Once its moves find gaps and it brings nothing all the same, that was the last one.

@@ -257,7 +257,7 @@ class Driver:
             return False
         if rng.random() < 0.5 and seq.written > seq.reported:
             self.world.report(seq)
-        most = max(seq.reported, seq.base)
+        most = min(max(seq.reported, seq.base), self.world.copied(seq))
         if not most:
             return False
         child = self.world.try_fork(seq, most if rng.random() < 0.7 else rng.randint(1, most))

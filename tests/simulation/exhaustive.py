@@ -86,7 +86,10 @@ class Tiny:
         if not max(seq.written, seq.base):
             return False
         self.world.report(seq)
-        self.world.try_fork(seq, max(seq.reported, seq.base))
+        length = min(max(seq.reported, seq.base), self.world.copied(seq))
+        if not length:
+            return False
+        self.world.try_fork(seq, length)
         return True
 
     def trim(self, engine: Engine, index: int) -> bool:

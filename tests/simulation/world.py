@@ -523,6 +523,7 @@ class World:
             # Room is taken by whole cells; how much more than is missing may go for that is bounded.
             excess = self.evicted - evicted - max(0, own - free)
             most = own + EXCESS_CELLS * pool.quantum + 2 * pool.block_size  # short leaves go whole
+            most += pool.headroom * pool.quantum  # and of a long one as much as leaves that, too
             require(excess < most, "evicted", excess, "more than", own, "needs")
             self.tally["evicted beyond need"] += max(0, excess)
         if contiguous and page == 1:
@@ -828,6 +829,10 @@ class World:
         self.tally["committed"] += 1
         self.tally["duplicated"] += marked > 0
         return answer
+
+    def copied(self, seq: Seq) -> int:
+        """Up to which position no copy into its table is still to be made: a daemon refuses to fork beyond it."""
+        return next((i for i, slot in enumerate(seq.table) if self.pending[slot]), len(seq.table))
 
     def fork(self, seq: Seq, length: int) -> Seq:
         """A child of what the pool knows to be written, of an engine that owes nothing."""
