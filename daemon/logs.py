@@ -132,7 +132,8 @@ def _bind(_: Any, __: str, fields: Any) -> Any:
     fields.setdefault("request", asked.request)
     member, peer = connection.member, connection.peer
     number = member.number if member is not None else 0
-    if fields.get("session", number) == number:
+    # Who has no session any more has just said goodbye.
+    if not number or fields.get("session", number) == number:
         if number:
             fields["session"] = number
         fields.setdefault("pid", peer.pid)

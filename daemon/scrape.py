@@ -30,7 +30,7 @@ class Scraped:
         server = self._server
         view = server.view()
         facts = dict(view.process)
-        sessions = dict.fromkeys(("live", "lost", "ending"), 0)
+        sessions: dict[str, int] = dict.fromkeys(("live", "lost", "ending"), 0)
         stalled = 0
         for member in server.sessions.values():
             sessions[member.state] += 1

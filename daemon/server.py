@@ -620,6 +620,7 @@ class Server:
 
     def adopt(self, member: Member) -> None:
         """A session of an earlier boot, which may still use what it held then."""
+        self.totals.adopted += 1
         self.sessions[member.number] = member
         member.hosted.members[member.session.handle] = member
         if member.pidfd >= 0:

@@ -29,12 +29,14 @@ class Totals:
     """Counts since the process began."""
 
     __slots__ = (
-        "audit_faults", "audit_seconds", "audits", "frames", "gone", "late_max_s", "late_s", "later", "left", "lost",
-        "never", "opened", "posted_errors", "pushes", "refused", "resumed", "stalls",
+        "adopted", "audit_faults", "audit_seconds", "audits", "frames", "gone", "late_max_s", "late_s", "later", "left",
+        "lost", "never", "opened", "posted_errors", "pushes", "refused", "resumed", "stalls",
     )  # fmt: skip
 
     def __init__(self, pools: Iterable[str]) -> None:
-        self.opened = self.resumed = self.left = self.lost = self.gone = self.stalls = 0  # sessions
+        self.opened = self.adopted = self.resumed = self.left = self.lost = self.gone = self.stalls = (
+            0  # sessions
+        )
         self.frames = self.posted_errors = 0  # of sessions that are gone
         self.audits = self.audit_faults = 0
         self.audit_seconds = 0.0
@@ -72,6 +74,7 @@ class Totals:
         members = list(live)
         return {
             "sessions_opened": self.opened,
+            "sessions_adopted": self.adopted,
             "sessions_resumed": self.resumed,
             "sessions_left": self.left,
             "sessions_lost": self.lost,

@@ -84,6 +84,7 @@ class Daemon(Figures, frozen=True, kw_only=True):
     requests: Mapping[str, int]  # by verb
     refused: Sequence[Refused]
     sessions_opened: int
+    sessions_adopted: int
     sessions_resumed: int
     sessions_left: int
     sessions_lost: int
@@ -236,6 +237,7 @@ DAEMON_COUNTERS: Final = (
     Plain("connections_refused", "Connections refused since too many were open.", "refused_connections"),
     Plain("peer_faults", "Connections ended since the client broke the protocol.", "peer_faults"),
     Plain("sessions_opened", "Sessions opened.", "sessions_opened"),
+    Plain("sessions_adopted", "Sessions of an earlier start whose processes may live, taken over.", "sessions_adopted"),
     Plain("sessions_resumed", "Lost sessions that their process took up again.", "sessions_resumed"),
     Plain("sessions_left", "Sessions that said goodbye.", "sessions_left"),
     Plain("sessions_lost", "Sessions whose connection ended without goodbye.", "sessions_lost"),

@@ -131,6 +131,8 @@ def test_lines_say_whose_request_they_belong_to_and_have_the_fields_of_the_page(
     assert "session" not in refused["SetConfig"]
     assert all(each["pid"] and "uid" in each and each["request"] for each in refused.values())
     assert refused["Extend"]["request"] == batch.id
+    (ended,) = (each for each in told if each["event"] == "session_ended")
+    assert (ended["session"], ended["verb"], "by_session" in ended) == (number, "Bye", False)
     (never,) = (each for each in told if each["event"] == "never")
     assert (never["session"], never["request"], never["verb"]) == (number, asked.id, "Allocate")
     rows = page()

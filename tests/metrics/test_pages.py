@@ -1,5 +1,6 @@
 """docs/metrics.md, the dashboard and the alerts use the metrics that there are, in both directions."""
 
+import functools
 import re
 
 from ..household.tree import ROOT
@@ -19,6 +20,7 @@ def told() -> dict[str, tuple[str, frozenset[str], str]]:
     return rows
 
 
+@functools.cache
 def served() -> dict[str, tuple[str, frozenset[str], str]]:
     """The same of the code."""
     found = {}
