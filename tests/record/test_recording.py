@@ -88,10 +88,10 @@ def play(load_: list[Asked], teller: Teller, pieces: random.Random) -> None:
     happened.sort(key=lambda told: told[0])
     while happened:
         count = pieces.randrange(1, 6)
-        part = happened[:count]
+        now = happened[:count]
         del happened[:count]
         teller.tell(
-            [event for _, _, event in part], at=part[-1][0], floor=happened[0][0] if happened else 1e9
+            [event for _, _, event in now], at=now[-1][0], floor=happened[0][0] if happened else 1e9
         )
 
 
