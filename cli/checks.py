@@ -94,6 +94,9 @@ class Picture:
     places: list[host.Place] = field(
         default_factory=list
     )  # the socket, its lock, then its folders up to the root
+    admin: host.Place | None = None  # the admin API's socket; None: there is none
+    health: Row | None = None  # what its /healthz says
+    health_why: str = ""  # ... or why that is not known
     unit: str = ""
     stop_seconds: float | None = None
     state_of: Callable[[int], str] = host.process_state
@@ -901,6 +904,45 @@ def permissions(p: Picture) -> list[Finding]:
     ]  # fmt: skip
 
 
+def admin(p: Picture) -> list[Finding]:
+    """Is the admin API there, and are its own checks of the daemon passed?"""
+    if p.admin is None:
+        return [_ok("admin", "", "no admin API", "admin = false, or a version without one")]
+    where = p.admin.path
+    if p.admin.kind != "socket":
+        return [
+            _finding(
+                "admin", "warning", where, f"is {p.admin.kind}, and the admin API is on",
+                "no metrics, no page, no /healthz: it could not have its socket, or that was removed",
+                "the log's admin_unavailable says why; admin = false turns it off",
+            )
+        ]  # fmt: skip
+    found: list[Finding] = []
+    if p.admin.mode & 0o002:
+        found.append(
+            _finding(
+                "admin", "warning", where, f"is open to everybody ({p.admin.mode:04o})",
+                "whoever connects sees who is connected and what is cached",
+                "admin_socket_mode = 0o660 and admin_socket_group = the operators' group",
+            )
+        )  # fmt: skip
+    if p.health is None:
+        found.append(
+            _unknown("admin", p.health_why, f"curl --unix-socket {where} http://localhost/healthz", where)
+        )
+        return found
+    for each in p.health.get("checks", ()):
+        if not each["ok"]:
+            found.append(
+                _finding(
+                    "admin", "warning", each["name"], f"its check {each['name']} fails", each["reason"],
+                    "docs/operations.md goes on from there",
+                )
+            )  # fmt: skip
+    names = ", ".join(each["name"] for each in p.health.get("checks", ()))
+    return found or [_ok("admin", where, "/healthz passes", names)]
+
+
 def stopping(p: Picture) -> list[Finding]:
     """Does the supervisor wait longer for the end than a drain takes?"""
     if p.status["state"] == "draining":
@@ -956,6 +998,7 @@ CHECKS: Final[dict[str, Check]] = {
     "shared_memory": shared_memory,
     "memory": memory,
     "permissions": permissions,
+    "admin": admin,
     "stopping": stopping,
 }
 """All there are, in the order of what is printed."""

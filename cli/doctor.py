@@ -33,7 +33,7 @@ exit codes of doctor: 1 for a fault or a warning, else 0, notes and unknowns inc
 NAMES: Final = (
     "versions", "configuration", "block_size", "audit", "fragmentation", "compaction", "swap", "lengths", "watermark",
     "waiting", "pins", "hits", "sessions", "quarantine", "peers", "latency", "descriptors", "locked_memory",
-    "shared_memory", "memory", "permissions", "stopping",
+    "shared_memory", "memory", "permissions", "admin", "stopping",
 )  # fmt: skip
 """For completion and help, without loading the checks.  A test compares."""
 
@@ -159,6 +159,13 @@ def see(control: Control, names: list[str]) -> Picture:
         unit=host.unit_of(pid),
         places=places(control.socket),
     )
+    if "admin" in names and _setting(picture, "admin"):
+        path = _setting(picture, "admin_socket") or os.path.join(
+            os.path.dirname(control.socket), "admin.sock"
+        )
+        picture.admin = host.place(path)
+        if picture.admin.kind == "socket":
+            picture.health, picture.health_why = host.health(path)
     if picture.unit:
         picture.stop_seconds = host.stop_seconds(picture.unit)
     if {"configuration", "block_size"} & set(names):
@@ -169,6 +176,10 @@ def see(control: Control, names: list[str]) -> Picture:
                 bar.report(f"recounting {pool['pool']}", done / len(pools))
                 picture.audits.append(_audit(control, pool["pool"]))
     return picture
+
+
+def _setting(picture: Picture, name: str) -> Any:
+    return picture.settings.get(name, {}).get("value")
 
 
 def places(socket: str) -> list[Any]:

@@ -18,6 +18,8 @@ Row = dict[str, Any]
 
 CHECK_SECONDS: Final = 20.0
 """A configuration is read in a fraction of a second; a model's file on a network may take longer."""
+HEALTH_SECONDS: Final = 5.0
+"""/healthz answers out of what is known; after so long the admin API hangs."""
 PASSED_ON: Final = (
     "--config", "--socket", "--admin-socket", "--log-level", "--log-format", "--no-prefault", "--pool-size",
     "--pool-blocks", "--block-size", "--model-config", "--dtype", "--demo",
@@ -197,6 +199,29 @@ def passed_on(words: list[str]) -> list[str]:
             found.append(word)
             takes = not equals and name not in BARE
     return found
+
+
+def health(path: str) -> tuple[Row | None, str]:
+    """What /healthz of the admin API at a Unix socket says; None, and why, where it cannot be asked."""
+    import http.client
+    import socket
+
+    import msgspec
+
+    class Local(http.client.HTTPConnection):
+        def connect(self) -> None:
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(path)
+
+    connection = Local("localhost", timeout=HEALTH_SECONDS)
+    try:
+        connection.request("GET", "/healthz")
+        return msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any]), ""
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
 
 
 def unit_of(pid: int) -> str:
