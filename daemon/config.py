@@ -37,7 +37,7 @@ import msgspec
 from kvslot.allocator import EVICTIONS, BadRequest, PoolConfig
 from kvslot.allocator.config import MAX_BLOCK_SIZE, MAX_SLOTS, check_config
 from kvslot.daemon import layout as layouts
-from kvslot.daemon.device import MemoryInformation
+from kvslot.daemon.device import MemoryInformation, huge
 from kvslot.daemon.device.memory import available, size_text
 from kvslot.daemon.layout import Layout, LayoutError
 
@@ -165,6 +165,14 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "every layer has a sliding window, so sequences may forget their front; unset: as the model says",
         ),
     ] = None
+    huge_pages: Annotated[
+        str,
+        Rule(
+            "choice",
+            "pages that the pool's memory is made of; other sizes than off are set aside beforehand (nr_hugepages)",
+            choices=tuple(huge.SIZES),
+        ),
+    ] = "off"
     quota: Annotated[int, Rule("whole", "most slots a session may hold; 0: all", "slots", 0, MAX_SLOTS)] = 0
     quantum: Annotated[
         int,
@@ -1102,6 +1110,7 @@ class PoolSum(msgspec.Struct, frozen=True, kw_only=True):
     usable: int
     size_bytes: int
     windowed: bool
+    huge_pages: str = "off"
 
 
 def pool_sum(pool: PoolSettings) -> PoolSum:
@@ -1120,14 +1129,32 @@ def pool_sum(pool: PoolSettings) -> PoolSum:
         blocks=config.blocks,
         slots=slots,
         usable=slots - (config.block_size if config.block_size > 1 else 2),
-        size_bytes=layout.size_bytes(slots),
+        size_bytes=huge.whole(layout.size_bytes(slots), huge.SIZES[pool.huge_pages]),
         windowed=config.windowed,
+        huge_pages=pool.huge_pages,
     )
 
 
 def check_memory(sums: Sequence[PoolSum], memory: MemoryInformation | None = None) -> None:
     """Whether all pools together fit in what is free now; ConfigError with the figures where they do not."""
     have = memory or available()
+    apart: dict[str, list[PoolSum]] = {}  # huge pages are kept apart from other memory
+    for each in sums:
+        apart.setdefault(each.huge_pages, []).append(each)
+    sums = apart.pop("off", [])
+    problems = [
+        why
+        for word, those in apart.items()
+        if (
+            why := huge.shortage(
+                ", ".join(each.name for each in those),
+                sum(each.size_bytes for each in those),
+                huge.SIZES[word],
+            )
+        )
+    ]
+    if problems:
+        raise ConfigError(problems)
     wanted = sum(each.size_bytes for each in sums)
     if wanted > have.free_bytes:
         pools = ", ".join(f"{each.name} {size_text(each.size_bytes)}" for each in sums)

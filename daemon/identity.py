@@ -190,7 +190,7 @@ class Identity:
         """For who joins an engine of several processes: all of them are one user's; raises Denied."""
         if peer.uid != first.peer.uid:
             raise Denied(
-                f"session {first.number} is of user {first.peer.uid}: processes of user {peer.uid} are none of its engine"
+                f"session {first.number} is of user {first.peer.uid}: a process of user {peer.uid} is not of its engine"
             )
 
     # -- how often ---------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class HostedPool:
             quantum=core.quantum,
             windowed=config.windowed,
             fingerprint=layout.fingerprint,
-            size_bytes=layout.size_bytes(core.slots),
+            size_bytes=device.export().size_bytes,
             generation=device.export().generation,
             kind="memfd",
             planes=layout.place(core.slots),

@@ -56,6 +56,7 @@ from kvslot.daemon.collector import Collector
 from kvslot.daemon.compactor import Compactor
 from kvslot.daemon.config import CHANGEABLE, RELOADABLE
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
+from kvslot.daemon.device import huge
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.health import Health
@@ -1252,6 +1253,7 @@ def _host(
         generation=kept.head.generation if isinstance(kept, Kept) else 0,
         chunk_bytes=chunk_bytes,
         descriptor=kept.pool if isinstance(kept, Kept) else -1,
+        page_bytes=huge.SIZES[settings.huge_pages],
     )
     if prefault and not isinstance(kept, Kept):
         _prefault(settings.name, device, service)

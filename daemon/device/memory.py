@@ -56,6 +56,7 @@ from kvslot.daemon.device import (
     Piece,
     Stream,
     Watch,
+    huge,
 )
 from kvslot.daemon.device.chunks import CHUNK_BYTES, ROW_BYTES, Cut, Cutter, Group, groups, joined
 
@@ -96,11 +97,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class NoMemory(MemoryError):
-    """The memory is not there.  Nothing was taken; figures in bytes."""
+    """The memory is not there.  Nothing was taken; figures in bytes.  `why`: in other words than these."""
 
-    def __init__(self, what: str, wanted: int, free: int, total: int) -> None:
+    def __init__(self, what: str, wanted: int, free: int, total: int, why: str = "") -> None:
         super().__init__(
-            f"{what} wants {size_text(wanted)}, and {size_text(free)} of {size_text(total)} are free: "
+            why
+            or f"{what} wants {size_text(wanted)}, and {size_text(free)} of {size_text(total)} are free: "
             "make it smaller, or free memory first"
         )
         self.wanted = wanted
@@ -209,23 +211,29 @@ class MemoryDevice:
         checked: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
         descriptor: int = -1,
+        page_bytes: int = 0,
     ) -> None:
         """`name` shows in /proc/PID/maps; `generation` 0: drawn; `checked` False: free memory is not looked at.
 
         `chunk_bytes` is the most that passes the gate between two looks.  `descriptor`: memory of an earlier device of
-        this geometry, sealed as this one's would be, which is taken over with what is in it.
+        this geometry, sealed as this one's would be, which is taken over with what is in it.  `page_bytes`: of huge
+        pages that the memory is made of (huge.py), 0 for the ordinary ones.
         """
         if geometry.planes < 1 or geometry.slots < 1 or min(geometry.slot_bytes) < 1:
             raise DeviceFault(f"geometry {geometry} is empty")
-        size = geometry.total_bytes
-        if checked and descriptor < 0:
+        self._size = size = huge.whole(geometry.total_bytes, page_bytes)
+        if descriptor < 0 and page_bytes:
+            if why := huge.shortage(name, size, page_bytes):
+                total, free = (pages * page_bytes for pages in huge.count(page_bytes))
+                raise NoMemory(f"pool {name!r}", size, free, total, why)
+        elif checked and descriptor < 0:
             have = available()
             if size > have.free_bytes:
                 raise NoMemory(f"pool {name!r}", size, have.free_bytes, have.total_bytes)
         self.notify = notify
         self._geometry = geometry
         self._generation = generation or secrets.randbits(52) + 1
-        self._descriptor = descriptor if descriptor >= 0 else _memfd(f"kvslot-{name}")
+        self._descriptor = descriptor if descriptor >= 0 else _memfd(f"kvslot-{name}", page_bytes)
         try:
             if descriptor < 0:
                 os.ftruncate(self._descriptor, size)
@@ -235,7 +243,10 @@ class MemoryDevice:
             os.close(self._descriptor)
             if error.errno in (errno.ENOMEM, errno.EFBIG, errno.ENOSPC):
                 have = available()
-                raise NoMemory(f"pool {name!r}", size, have.free_bytes, have.total_bytes) from error
+                why = (
+                    huge.shortage(name, size, page_bytes) if page_bytes else ""
+                )  # others took them meanwhile
+                raise NoMemory(f"pool {name!r}", size, have.free_bytes, have.total_bytes, why) from error
             raise
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
             self._map.madvise(advice)
@@ -283,14 +294,13 @@ class MemoryDevice:
 
     @property
     def descriptor(self) -> int:
-        """The memfd, which stays the device's; whoever is given it maps `geometry.total_bytes` bytes, shared."""
+        """The memfd, which stays the device's; whoever is given it maps what `export` says, shared."""
         self._must_be_open()
         return self._descriptor
 
     def export(self) -> Export:
         self._must_be_open()
-        size = self._geometry.total_bytes
-        return Export(kind="memfd", handle=b"", size_bytes=size, generation=self._generation)
+        return Export(kind="memfd", handle=b"", size_bytes=self._size, generation=self._generation)
 
     def stream(self, *, low_priority: bool = False) -> Stream:
         self._must_be_open()
@@ -463,7 +473,7 @@ class MemoryDevice:
         page has a table of its own to fill anyway.
         """
         self._must_be_open()
-        total = self._geometry.total_bytes
+        total = self._size
         for start in range(0, total, PREFAULT_BYTES):
             length = min(PREFAULT_BYTES, total - start)
             try:
@@ -865,8 +875,8 @@ def _apart(writes: list[tuple[int, int]], reads: list[tuple[int, int]], fault: s
             end_read = max(end_read, beyond)
 
 
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+def _memfd(name: str, page_bytes: int = 0) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge.flags_of(page_bytes)
     try:
         return os.memfd_create(name[:200], flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
