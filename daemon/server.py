@@ -998,12 +998,16 @@ class Server:
             raise BadRequest("this daemon was not started from settings that could be read again")
         self.service.reloading()
         try:
-            settings = self.reread()
+            return self._reload(self.reread)
+        finally:
+            self.service.reloaded(self)
+
+    def _reload(self, reread: Callable[[], config.Settings]) -> tuple[list[str], list[str]]:
+        try:
+            settings = reread()
         except config.ConfigError as error:
             log.error("reload_failed", reason=str(error))
             raise BadRequest(f"settings stay as they are: {error}") from None
-        finally:
-            self.service.reloaded(self)
         if self._endpoints and self._endpoints[0].passed:
             settings = msgspec.structs.replace(
                 settings, socket=self.settings.socket
