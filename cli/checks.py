@@ -150,7 +150,8 @@ def configuration(p: Picture) -> list[Finding]:
     live = p.settings
     differ = [name for name, row in live.items() if name in told and not _same(told[name], row["value"])]
     for name in differ:
-        now, then = live[name]["value"], told[name]
+        mode = name.endswith("_mode")
+        now, then = (f"0o{each:o}" if mode else each for each in (live[name]["value"], told[name]))
         changeable = live[name]["changeable"]
         found.append(
             _finding(
@@ -976,6 +977,35 @@ def stopping(p: Picture) -> list[Finding]:
     ]  # fmt: skip
 
 
+def restart(p: Picture) -> list[Finding]:
+    """Would a restart keep what is cached?"""
+    if "store" not in p.process:
+        return [_unknown("restart", "the daemon tells nothing of it", "it is of an older version")]
+    cached = sum(pool["cached"] for pool in p.pools)
+    if not p.process["store"]:
+        lost = f"a restart would lose {_common.several(cached, 'cached token')}"
+        if not p.unit:
+            return [_ok("restart", "", lost, "started by hand: nothing keeps its memory meanwhile")]
+        return [
+            _finding(
+                "restart", "note", p.unit, lost, "the unit has no store of descriptors",
+                "FileDescriptorStoreMax=4096 in the unit, as the one that comes along says",
+            )
+        ]  # fmt: skip
+    wanted, most = 2 * len(p.pools) + len(p.sessions), p.process["store_max"]
+    if wanted > most:
+        return [
+            _finding(
+                "restart", "warning", p.unit, f"{wanted} descriptors are to be kept, and {most} are",
+                "of the others' sessions a restart has no proof of life, so their slots wait for long",
+                "raise FileDescriptorStoreMax in the unit",
+            )
+        ]  # fmt: skip
+    return [
+        _ok("restart", p.unit, f"a restart keeps {_common.several(cached, 'cached token')}", f"{wanted} of {most} kept")
+    ]  # fmt: skip
+
+
 CHECKS: Final[dict[str, Check]] = {
     "versions": versions,
     "configuration": configuration,
@@ -999,6 +1029,7 @@ CHECKS: Final[dict[str, Check]] = {
     "memory": memory,
     "permissions": permissions,
     "admin": admin,
+    "restart": restart,
     "stopping": stopping,
 }
 """All there are, in the order of what is printed."""

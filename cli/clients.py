@@ -89,9 +89,11 @@ def notes(row: _control.Row) -> str:
 
     notes = []
     if row["state"] != "live":
-        notes.append(row["state"])
+        lost = row.get("lost_s", 0.0)
+        notes.append(f"{row['state']} for {_screen.duration(lost)}" if lost >= 1 else row["state"])
     if row["stalled"]:
-        notes.append("stalled")
+        behind = row.get("behind_s", 0.0)
+        notes.append(f"stalled for {_screen.duration(behind)}" if behind >= 1 else "stalled")
     if row["owes"]:
         notes.append(f"owes {row['owes']}")
     if row["pins"]:

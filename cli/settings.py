@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.columns[0].justify = "left"
         for row in rows:
             value = ", ".join(map(str, row["value"])) if isinstance(row["value"], list) else str(row["value"])
-            if row["name"] == "socket_mode":
+            if row["allowed"].startswith("permission bits"):
                 value = f"0o{row['value']:o}"
             table.add_row(
                 row["name"], "*" if row["changeable"] else "", _screen.words(value) or "-", row["allowed"]

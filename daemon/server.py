@@ -1133,7 +1133,9 @@ class _View:
 
     @property
     def process(self) -> Mapping[str, Any]:
-        return {**process.facts(), **self._server.door()}
+        store = self._server.service.store
+        kept = {"store": store.available, "store_max": store.capacity if store.available else 0}
+        return {**process.facts(), **kept, **self._server.door()}
 
     @property
     def totals(self) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ def healthy() -> Picture:
         process={
             "pid": 77, "uid": 0, "protocol": 1, "descriptors": 30, "descriptors_max": 4096, "sessions_max": 256,
             "locked_bytes_max": None, "file_bytes_max": None, "address_bytes_max": None, "swapped_bytes": 0,
-            "peer_faults": 0, "refused_connections": 0, "connections_max": 288,
+            "peer_faults": 0, "refused_connections": 0, "connections_max": 288, "store": True, "store_max": 4096,
         },
         totals={"pushes": {"preempt": 0}, "loop_late_seconds_max": 0.01},
         settings={
@@ -209,6 +209,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("admin", lambda p: setattr(p, "health", None), "unknown", "", "curl --unix-socket"),
     ("admin", lambda p: put(p, "health", checks=[{"name": "loop", "ok": False, "reason": "no beat for 9 s"}]),
      "warning", "its check loop fails", "operations.md"),
+    ("restart", lambda p: put(p, "process", store=False), "note", "lose 4,000 cached", "FileDescriptorStoreMax=4096"),
+    ("restart", lambda p: put(p, "process", store_max=2), "warning", "3 descriptors are to be kept, and 2", "raise"),
     ("stopping", lambda p: setattr(p, "stop_seconds", 15.0), "warning", "TimeoutStopSec is 15 s", "TimeoutStopSec=30"),
     ("stopping", lambda p: setattr(p, "stop_seconds", None), "unknown", "", "systemctl show"),
     ("stopping", lambda p: put(p, "status", state="draining", drain_left_s=4.0), "note", "4 s at most", "clients"),
