@@ -104,6 +104,8 @@ LONG_RUNS: Final = 64
 """Of one class of sizes looked at one by one, where it is not exact."""
 CLOSE_SECONDS: Final = 5.0
 """For a running chunk to end with the process: it takes a hundred microseconds."""
+FRUITLESS_SECONDS: Final = 30.0
+"""Between two lines of a kind while plans come to nothing."""
 LINES: Final = 4
 """Of one kind a second."""
 
@@ -172,6 +174,7 @@ class Compactor:
         self._round = 0
         self._ringing = False
         self.plans = 0
+        self._fruitless = 0  # plans in a row of which nothing was published
         self._seen = GapTotals()  # of predictors that are no more
         self.state = "off"
         self._awake = asyncio.Event()
@@ -389,7 +392,7 @@ class Compactor:
         self._poll = POLL_FIRST
         self.mover.take(plan.moves)
         sparing(
-            log, "compaction_planned", LINES, pool=self.hosted.name, purpose=str(order.purpose),
+            log, "compaction_planned", *self._lines, pool=self.hosted.name, purpose=str(order.purpose),
             moves=len(plan.moves), tokens=plan.cost, gain=plan.gain, ticket=order.ticket, reason=pace.reason,
         )  # fmt: skip
         return 0.0
@@ -471,6 +474,11 @@ class Compactor:
             return self._search_from - now
         return self._wait(delay)
 
+    @property
+    def _lines(self) -> tuple[int, float]:
+        """How many lines of a kind, in how many seconds: a few once plan after plan comes to nothing."""
+        return (1, FRUITLESS_SECONDS) if self._fruitless > LINES else (LINES, 1.0)
+
     def _end_plan(self, now: float) -> None:
         order, outcomes = self._order, self.mover.outcomes
         assert order is not None
@@ -485,8 +493,9 @@ class Compactor:
             order, of_plan["moved_tokens"], self.reading(), now,
             missed=of_plan["over_budget"], deferred=of_plan["deferred"],
         )  # fmt: skip
+        self._fruitless = 0 if of_plan["published"] else self._fruitless + 1
         sparing(
-            log, "compaction_moved", LINES, pool=self.hosted.name, purpose=str(order.purpose), **of_plan,
+            log, "compaction_moved", *self._lines, pool=self.hosted.name, purpose=str(order.purpose), **of_plan,
             blocks_free=self.hosted.core.runs.blocks_free,
         )  # fmt: skip
 

@@ -187,15 +187,18 @@ def limited(
     return True
 
 
-def sparing(logger: Any, event: str, most: int, *, level: str = "info", **fields: Any) -> bool:
-    """Logs `event` at most `most` times a second, for facts that are one each; otherwise as `limited`."""
+def sparing(
+    logger: Any, event: str, most: int, period_s: float = 1.0, *, level: str = "info", **fields: Any
+) -> bool:
+    """Logs `event` at most `most` times in `period_s` seconds, for facts that are one each; otherwise as `limited`."""
     now = time.monotonic()
     told = _told.get(event)
     if told is None:
         if len(_told) >= KEYS_MAX:
             tell_suppressed(logger)
-        told = _told[event] = _Told(event, now, 1.0)
-    if now - told.when >= 1.0:
+        told = _told[event] = _Told(event, now, period_s)
+    told.period = period_s
+    if now - told.when >= period_s:
         told.when, told.count = now, 0
     told.count += 1
     if told.count > most:

@@ -18,6 +18,7 @@ RATIONED = {"limited": "warning", "sparing": "info"}
 OF_THE_RATION = {"level", "kind"}
 """Arguments that say how an event is logged, and are none of its fields."""
 LOGGERS = ("log", "logger")
+"""Names of loggers; as an attribute, `logger` is a library's own, whose lines come out as event `library`."""
 ROOMS = ("allocator", "api", "daemon", "defrag")
 """What runs in the daemon's process."""
 NOT_EVENTS = ("api/client/",)
@@ -50,9 +51,9 @@ def logged(source: str, path: str) -> Iterator[Logged]:
             continue
         level, rationed, place = "", False, 0
         match node.func:
-            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attr) if (
-                attr in LEVELS and name.lstrip("_") in LOGGERS
-            ):
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if attr in LEVELS and name in LOGGERS:
+                level = "error" if attr == "exception" else attr
+            case ast.Attribute(value=ast.Attribute(attr="log" | "_log"), attr=attr) if attr in LEVELS:
                 level = "error" if attr == "exception" else attr
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="logs"), attr=name) if name in RATIONED:
                 level, rationed, place = RATIONED[name], True, 1
