@@ -55,6 +55,7 @@ class Service:
         self.withheld = 0
         """Signs of life that were due and not given."""
         self._extended = -REPORT_SECONDS
+        self._asked: dict[str, int] = {}  # by pool
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str] | None = None) -> Service:
@@ -129,10 +130,15 @@ class Service:
                 self.notifier.status(_status(server))
             await asyncio.sleep(pause)
 
-    @staticmethod
-    def silent(server: Server) -> list[str]:
-        """The pools whose device thread has not answered, and asks all of them again."""
-        return [name for name, hosted in server.pools.items() if not hosted.device.alive()]
+    def silent(self, server: Server) -> list[str]:
+        """The pools whose device thread has not answered what it was asked the last time; asks the others anew."""
+        silent = []
+        for name, hosted in server.pools.items():
+            if hosted.device.answered(self._asked.get(name, 0)):
+                self._asked[name] = hosted.device.ask()
+            else:
+                silent.append(name)
+        return silent
 
 
 def _status(server: Server) -> str:

@@ -221,9 +221,17 @@ class Device(Protocol):
         """Seconds since an arbitrary start; never goes back."""
         ...
 
-    def alive(self) -> bool:
-        """Whether what carries out the copies has given the sign of life that the call before asked for; asks for the
-        next one.  Never waits.  False for good where it has ended by itself.
+    def ask(self) -> int:
+        """Asks what carries out the copies for a sign of life; returns the number to look for the answer with.
+
+        Several may ask.  Never waits.
+        """
+        ...
+
+    def answered(self, asked: int) -> bool:
+        """Whether it has given a sign of life since `ask` returned this number; false for good where it has ended.
+
+        Between two chunks of a copy it answers, within one it does not.  Never waits.
         """
         ...
 

@@ -277,7 +277,7 @@ class MemoryDevice:
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._asked = self._answered = 0  # whether the thread comes round: see `alive`
+        self._asked = self._answered = 0  # whether the thread comes round: see `ask`
         self._broken: BaseException | None = None
         self._open = True
         self._batches = 0
@@ -422,20 +422,28 @@ class MemoryDevice:
     def clock(self) -> float:
         return time.monotonic()
 
-    def alive(self) -> bool:
+    def ask(self) -> int:
+        self._asked += 1
+        self._wake()
+        return self._asked
+
+    def answered(self, asked: int) -> bool:
         thread = self._thread
         if thread is None:
-            return True
+            return True  # nothing was ever to be copied
         if self._broken is not None or not thread.is_alive():
             return False
-        answered = self._answered == self._asked
-        self._asked += answered
-        # The thread has this lock for microseconds at a time.  If that is now, it may not see what is asked, and is
-        # woken by the next call.
+        if self._answered >= asked:
+            return True
+        self._wake()
+        return False
+
+    def _wake(self) -> None:
+        # The thread has this lock for microseconds at a time.  If that is now, it may not see what was asked before it
+        # waits; whoever looks for the answer wakes it again.
         if self._work.acquire(blocking=False):
             self._work.notify()
             self._work.release()
-        return answered
 
     def close(self) -> None:
         if not self._open:

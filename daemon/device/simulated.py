@@ -259,7 +259,10 @@ class SimulatedDevice:
     def clock(self) -> float:
         return self._now
 
-    def alive(self) -> bool:
+    def ask(self) -> int:
+        return 1
+
+    def answered(self, asked: int) -> bool:
         return True
 
     def close(self) -> None:

@@ -221,12 +221,14 @@ class _Hosted:
 def test_S71_a_device_thread_that_hangs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread stuck in a copy gives no sign, one that idles or works does, and one that has ended never again."""
     device = MemoryDevice(Geometry(slots=64, slot_bytes=(64,), alignment=64), checked=False)
-    assert all(device.alive() for _ in range(3)), "without a thread there is none to hang"
+    assert device.answered(device.ask()), "without a thread there is none to hang"
     stream = device.stream()
     device.copy(stream, [(1, 2, 1)])
     _until(lambda: not device.statistics().pending)
     for _ in range(5):
-        _until(device.alive)
+        first, second = device.ask(), device.ask()
+        _until(lambda second=second: device.answered(second))
+        assert device.answered(first)
 
     stuck, go = threading.Event(), threading.Event()
     real = device._copy
@@ -239,18 +241,19 @@ def test_S71_a_device_thread_that_hangs_is_found_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(device, "_copy", hang)
     device.copy(stream, [(3, 4, 1)])
     assert stuck.wait(LONG)
-    device.alive()  # what it had answered before
-    assert not any(device.alive() for _ in range(20))
+    asked = device.ask()
+    assert not any(device.answered(asked) for _ in range(20))
     monkeypatch.setattr(device, "_copy", real)
     go.set()
-    _until(device.alive)
+    _until(lambda: device.answered(asked))
     _until(lambda: not device.statistics().pending)
 
     monkeypatch.setattr(device, "_next", lambda: 1 / 0)
     device.copy(stream, [(5, 6, 1)])
     assert device._thread is not None
     device._thread.join(LONG)
-    assert not any(device.alive() for _ in range(3))
+    assert not device.answered(device.ask())
+    assert not device.answered(asked), "what has ended gives no sign of life, whatever it said once"
     device.close()
 
 
@@ -260,7 +263,10 @@ def test_S71_no_sign_of_life_for_a_device_that_gives_none(folder: Path) -> None:
     class Device:
         well = True
 
-        def alive(self) -> bool:
+        def ask(self) -> int:
+            return 1
+
+        def answered(self, asked: int) -> bool:
             return self.well
 
     door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
