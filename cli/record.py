@@ -38,6 +38,8 @@ EXAMPLES: Final = """\
 """
 
 POLL_S: Final = 0.1
+WARN_S: Final = 10.0
+"""Between two warnings that something was lost."""
 TOLD_S: Final = 0.5
 """Between two lines of progress on a terminal."""
 UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -208,6 +210,7 @@ def record(
     ended = "asked"
     pages: set[int] = set()
     engines = 0
+    warned, warned_at = 0, began - WARN_S
     with _interruptible() as interrupted:
         try:
             told = control.record("start", pool=pool.name, values=values)
@@ -228,6 +231,14 @@ def record(
                 if engines != len(recording.engines):
                     engines = len(recording.engines)
                     pages |= {each["page"] for each in control.inspect("sessions", pool=pool.name)}
+                lost = recording.lost_requests + recording.lost_tokens
+                if lost > warned and now - warned_at >= WARN_S:
+                    warned, warned_at = lost, now
+                    print(
+                        f"{_line_clear()}kvslotctl: warning: the recorder cannot keep up: {recording.lost_requests:,} "
+                        f"requests and {recording.lost_tokens:,} tokens are lost so far",
+                        file=sys.stderr,
+                    )
                 if report is not None and now - told_at > TOLD_S:
                     told_at = now
                     report(recording, now - began)
@@ -268,13 +279,18 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(each, handler)
 
 
+def _line_clear() -> str:
+    """On a terminal: takes the line of progress away."""
+    return "\r\x1b[K" if sys.stderr.isatty() else ""
+
+
 def _tell(recording: Recording, seconds: float) -> None:
     """A line on the terminal, in place of the one before."""
     from kvslot.cli import _screen
 
     lost = f" · {recording.lost_requests:,} LOST" if recording.lost_requests else ""
     print(
-        f"\r\x1b[K{_screen.duration(seconds)} · {_common.several(recording.begun, 'request')}, "
+        f"{_line_clear()}{_screen.duration(seconds)} · {_common.several(recording.begun, 'request')}, "
         f"{recording.running:,} running, {recording.waiting:,} waiting{lost}",
         end="",
         file=sys.stderr,
@@ -285,8 +301,7 @@ def _tell(recording: Recording, seconds: float) -> None:
 def _print(load: RecordedLoad, path: str, values: str, ended: str) -> None:
     from kvslot.cli import _screen
 
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(_line_clear(), end="", file=sys.stderr, flush=True)
     if ended not in ("asked", "requests", "time"):
         print(f"the daemon ended: {ended}")
     print(

@@ -16,6 +16,10 @@ in common with them is not seen; `forgotten_tokens` says how many went.
 Sessions of a trace are conversations, whose requests follow each other; a daemon knows engines.  A request that goes on
 where an ended one stopped (it has more in common with it than its prompt) is the next of that one's session; any other
 one opens a session of its own.
+
+Forks.  A child that goes on where its parent ended is the same request under another name, as beams have it after each
+step; one that ended without a token of its own was nothing.  What is left are branches, each a request whose prompt is
+what it shares.
 """
 
 from __future__ import annotations
@@ -161,7 +165,20 @@ class Own(msgspec.Struct, frozen=True, array_like=True):
 class _Request:
     """One request while it is under way, or waits for those that came before it."""
 
-    __slots__ = ("at", "ended_at", "hit", "length", "over", "prompt", "session", "space", "tokens", "whole")
+    __slots__ = (
+        "at",
+        "children",
+        "ended_at",
+        "hit",
+        "length",
+        "nothing",
+        "over",
+        "prompt",
+        "session",
+        "space",
+        "tokens",
+        "whole",
+    )
 
     def __init__(self, at: float, session: int, space: int, prompt: int, hit: int, tokens: bytearray) -> None:
         self.at = at
@@ -174,6 +191,8 @@ class _Request:
         self.length = prompt
         self.over = False
         self.ended_at = float("inf")
+        self.children: list[tuple[int, int, _Request]] = []  # forks: tokens shared, its number, itself
+        self.nothing = False  # a fork that has no line of its own
 
 
 class _Past:
@@ -207,6 +226,8 @@ class Recording:
         self.hit_before = 0
         """Of them, found though no request of the recording had them: cached before it began."""
         self.forks = 0
+        self.fork_tokens = 0
+        """What they share: in the trace their prompts, of which nothing was looked up."""
         self.cut_off = 0
         """Running at the end: their outputs are as long as they were then."""
         self.lost_requests = 0
@@ -260,11 +281,10 @@ class Recording:
 
     def end(self) -> list[Line | Own]:
         """Nothing more comes from this boot of the daemon: what is under way ends here, as far as it is known."""
-        for request in self._under_way.values():
-            self.cut_off += 1
-            request.over = True
-            request.length = max(request.length, len(request.tokens) >> 2)
-        self._under_way.clear()
+        while self._under_way:
+            request = self._under_way.pop(next(iter(self._under_way)))
+            self._over(request, max(request.length, len(request.tokens) >> 2), float("inf"))
+            self.cut_off += request.over and not request.nothing
         self._before = [self.lost_requests, self.lost_tokens, self.never, self.given_up]
         self.running = self.waiting = 0
         return self._settle(float("inf"))
@@ -289,7 +309,7 @@ class Recording:
                 at = event.at + self._shift
                 request = _Request(at, event.session, parent.space, event.count, -1, known)
                 request.whole = len(known) == 4 * event.count
-                self.forks += 1
+                parent.children.append((event.count, event.request, request))
                 self._enter(event.request, request)
             case "told":
                 found = self._under_way.get(event.request)
@@ -333,18 +353,38 @@ class Recording:
         request.length = max(request.prompt, min(request.length, keep))
 
     def _over(self, request: _Request, length: int, at: float) -> None:
+        if request.hit < 0 and length <= request.prompt and not request.children:
+            request.nothing = request.over = True
+            return
+        for shared, number, child in request.children:
+            if shared == length and not child.nothing:
+                self._go_on(request, number, child)
+                return
+        request.children.clear()
         request.over = True
         request.length = max(request.prompt, length)
         request.ended_at = at
         if len(request.tokens) > 4 * request.length:
             del request.tokens[4 * request.length :]
 
+    def _go_on(self, request: _Request, number: int, child: _Request) -> None:
+        """A request has ended where a fork of it goes on, or went on: from here on that is the request."""
+        child.nothing = True
+        request.tokens, request.whole = child.tokens, child.whole
+        request.children = child.children
+        if number in self._under_way:
+            self._under_way[number] = request
+        else:
+            request.over, request.length, request.ended_at = True, child.length, child.ended_at
+
     def _settle(self, floor: float) -> list[Line | Own]:
         """The lines of requests that ended, up to the first that has not."""
         lines: list[Line | Own] = []
         waiting = self._line
-        while waiting and waiting[0][2].over and waiting[0][0] <= floor:
-            self._write(heapq.heappop(waiting)[2], lines)
+        while waiting and (waiting[0][2].over or waiting[0][2].nothing) and waiting[0][0] <= floor:
+            request = heapq.heappop(waiting)[2]
+            if not request.nothing:
+                self._write(request, lines)
         return lines
 
     def _write(self, request: _Request, lines: list[Line | Own]) -> None:
@@ -366,7 +406,10 @@ class Recording:
         self.spaces.add((self.boots, request.space))
         self.prompt_tokens += request.prompt
         self.output_tokens += total - request.prompt
-        if request.hit >= 0:
+        if request.hit < 0:
+            self.forks += 1
+            self.fork_tokens += request.prompt
+        else:
             self.hit_tokens += request.hit
             self.hit_before += max(0, request.hit - min(keep, request.prompt - 1))
             self._pace.note(
@@ -571,6 +614,7 @@ def load_of(recording: Recording, pool: RecordedPool | None, *, complete: bool) 
         namespaces=len(recording.spaces),
         boots=recording.boots,
         forks=recording.forks,
+        fork_tokens=recording.fork_tokens,
         cut_off=recording.cut_off,
         never=recording.never,
         given_up=recording.given_up,

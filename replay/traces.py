@@ -121,7 +121,9 @@ class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
     boots: int = 1
     """Of the daemon."""
     forks: int = 0
-    """Requests that began as a fork of another."""
+    """Requests that are branches of others: they began as forks, and went another way."""
+    fork_tokens: int = 0
+    """Their prompts: shared with the others, and nothing that was looked up."""
     cut_off: int = 0
     """Requests that had not ended when the recording did."""
     never: int = 0
@@ -150,7 +152,7 @@ class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
                 ("requests running at the end, with outputs as long as they were then", self.cut_off),
                 ("requests told NEVER, and left out", self.never),
                 ("requests given up while they waited, and left out", self.given_up),
-                ("requests that began as forks of others, which a replay has to look up", self.forks),
+                ("branches of requests (forks), which a replay has to look up", self.forks),
                 (
                     "hit tokens cached before the recording began, which a replay computes",
                     self.hit_tokens_before,

@@ -90,9 +90,7 @@ def play(load_: list[Asked], teller: Teller, pieces: random.Random) -> None:
         count = pieces.randrange(1, 6)
         now = happened[:count]
         del happened[:count]
-        teller.tell(
-            [event for _, _, event in now], at=now[-1][0], floor=happened[0][0] if happened else 1e9
-        )
+        teller.tell([event for _, _, event in now], at=now[-1][0], floor=happened[0][0] if happened else 1e9)
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
@@ -236,14 +234,64 @@ def test_conversations_become_sessions() -> None:
 def test_forks_begin_with_what_they_share() -> None:
     """A fork is a request of its own, whose prompt is the part that it shares; one of an unknown parent is not."""
     teller = Teller()
-    fork = messages.Noted("forked", 2, 2.0, 7, 1, 3, 0, b"")
-    stray = messages.Noted("forked", 3, 2.0, 7, 99, 3, 0, b"")
+    one, stray = fork(1, 2, 2.0, 3), fork(99, 3, 2.0, 3)
     teller.tell(
-        [begun(1, 1.0, [1, 2, 3, 4]), fork, stray, noted("told", 2, 0.0, 3, [9]), noted("ended", 2, 3.0, 4)]
+        [begun(1, 1.0, [1, 2, 3, 4]), one, stray, noted("told", 2, 0.0, 3, [9]), noted("ended", 2, 3.0, 4)]
     )
     teller.end()
     assert [_short(line) for line in teller.lines] == [(0, 4, 0), (3, 3, 1)]
     assert teller.recording.forks == 1
+
+
+def fork(parent: int, child: int, at: float, shared: int) -> messages.Noted:
+    return messages.Noted("forked", child, at, 7, parent, shared, 0, b"")
+
+
+def test_beams_are_the_request_under_other_names() -> None:
+    """Two beams, forked anew at each step: a line for the request and one for each branch that went its own way."""
+    teller = Teller()
+    teller.tell(
+        [
+            begun(1, 1.0, [1, 2, 3]),
+            # The first step: both beams come from the prompt, whose own sequence is freed.
+            fork(1, 2, 1.1, 3),
+            fork(1, 3, 1.1, 3),
+            noted("ended", 1, 1.1, 3),
+            noted("told", 2, 0.0, 3, [10]),
+            noted("told", 3, 0.0, 3, [20]),
+            # The second: both come from the second beam.
+            fork(3, 4, 1.2, 4),
+            fork(3, 5, 1.2, 4),
+            noted("ended", 2, 1.2, 4),
+            noted("ended", 3, 1.2, 4),
+            noted("told", 4, 0.0, 4, [30]),
+            noted("told", 5, 0.0, 4, [40]),
+            # The third goes on with one of them; the other child is freed as it is.
+            fork(5, 6, 1.3, 5),
+            fork(4, 7, 1.3, 5),
+            noted("ended", 4, 1.3, 5),
+            noted("ended", 5, 1.3, 5),
+            noted("told", 6, 0.0, 5, [50]),
+            noted("ended", 7, 1.4, 5),
+            noted("ended", 6, 1.4, 6),
+        ],
+        floor=9.0,
+    )
+    made = rebuilt(teller)
+    assert made == [[1, 2, 3, 10], [1, 2, 3, 20, 30], [1, 2, 3, 20, 40, 50]]
+    assert [_short(line) for line in teller.lines] == [(0, 3, 1), (3, 3, 2), (4, 4, 2)]
+    assert (teller.recording.forks, teller.recording.fork_tokens) == (2, 7)
+    assert not teller.recording.held_back
+
+
+def test_samples_of_one_prompt_are_requests_of_their_own() -> None:
+    """Three answers to one prompt, forked before any of them: three lines, each with an answer."""
+    teller = Teller()
+    teller.tell([begun(1, 1.0, [1, 2, 3]), fork(1, 2, 1.1, 3), fork(1, 3, 1.1, 3)])
+    for number, first in ((1, 10), (2, 20), (3, 30)):
+        teller.tell([noted("told", number, 0.0, 3, [first, 5])])
+    teller.tell([noted("ended", each, 2.0, 5) for each in (2, 1, 3)], floor=9.0)
+    assert rebuilt(teller) == [[1, 2, 3, 10, 5], [1, 2, 3, 20, 5], [1, 2, 3, 30, 5]]
 
 
 def test_a_forest_forgets_what_was_used_longest_ago() -> None:
