@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvslot.daemon import process
-from kvslot.daemon.device import Completion, Device, Event, Stream
+from kvslot.daemon.device import Device
 
 if TYPE_CHECKING:
     from kvslot.daemon.server import Server
@@ -42,19 +42,15 @@ class _Probe:
 
     def __init__(self, device: Device, now: float) -> None:
         self._device = device
-        self._stream: Stream = device.stream()
-        self._event: Event | None = None
+        self._number = device.ask()
         self._asked = self.answered = now
         self.took = 0.0
 
     def beat(self, now: float) -> None:
-        if self._event is not None and self._device.completion(self._event) is not Completion.PENDING:
+        if self._device.answered(self._number):
             self.took = now - self._asked
-            self.answered = now
-            self._event = None
-        if self._event is None:
-            self._event = self._device.event(self._stream)
-            self._asked = now
+            self.answered = self._asked = now
+            self._number = self._device.ask()
 
 
 class Health:
