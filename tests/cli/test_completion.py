@@ -5,13 +5,14 @@ bash and zsh are typed to on a terminal of their own; fish answers `complete -C`
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pty
 import re
 import select
 import shutil
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
@@ -21,16 +22,18 @@ import pytest
 
 from kvslot.cli import completion, ctl, doctor
 from kvslot.cli import set as setting
+from kvslot.daemon import main as daemon
 
 PROMPT = "@@@ "
 
 
-def script(shell: str, module: str = "kvslot.cli.ctl") -> str:
+def script(shell: str, program: str = "kvslotctl") -> str:
     """What --print-completion prints."""
-    done = subprocess.run(
-        [sys.executable, "-Im", module, "--print-completion", shell], capture_output=True, text=True, check=True
-    )  # fmt: skip
-    return done.stdout
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as end:
+        (ctl.main if program == "kvslotctl" else daemon.main)(["--print-completion", shell])
+    assert end.value.code in (None, 0)
+    return out.getvalue()
 
 
 class Shell:
@@ -83,13 +86,13 @@ def shell(tmp_path: Path) -> Iterator[Made]:
     """Makes shells, and takes them down."""
     made: list[Shell] = []
 
-    def make(name: str, program: str = "kvslotctl", module: str = "kvslot.cli.ctl") -> Shell:
+    def make(name: str, program: str = "kvslotctl") -> Shell:
         path = shutil.which(name)
         if path is None:
             pytest.skip(f"no {name} here")
         folder = tmp_path / name
         folder.mkdir()
-        text = script(name, module)
+        text = script(name, program)
         if name == "bash":
             (folder / "script").write_text(text)
             made.append(Shell([path, "--norc", "--noprofile", "-i"], [f"source {folder}/script"], folder))
@@ -123,7 +126,7 @@ def test_a_tab_completes_commands_options_and_words(name: str, shell: Made) -> N
 @pytest.mark.parametrize("name", ["bash", "zsh"])
 def test_the_daemon_completes_as_well(name: str, shell: Made) -> None:
     """Its options, and the levels of its log."""
-    one = shell(name, "kvslotd", "kvslot.daemon")
+    one = shell(name, "kvslotd")
     one.completes("kvslotd --check-c", "kvslotd --check-config")
     one.completes("kvslotd --log-level warn", "kvslotd --log-level warning")
 
@@ -156,19 +159,15 @@ def test_fish_offers_what_there_is_with_short_words(tmp_path: Path) -> None:
     assert "--skip" in in_fish(source, "kvslotctl doctor --s")
     (tmp_path / "some-file").touch()
     assert f"{tmp_path}/some-file" in in_fish(source, f"kvslotctl status --json {tmp_path}/some")
-    source.write_text(script("fish", "kvslot.daemon"))
+    source.write_text(script("fish", "kvslotd"))
     assert "--check-config" in in_fish(source, "kvslotd --che")
 
 
-def test_every_shell_gets_a_script() -> None:
+def test_every_shell_gets_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     """And one that there is none for is a matter of usage."""
     for each in completion.SHELLS:
         assert "doctor" in script(each)
-    done = subprocess.run(
-        [sys.executable, "-Im", "kvslot.cli.ctl", "--print-completion", "fisch"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "did you mean fish?" in done.stderr
+    with pytest.raises(SystemExit) as end:
+        ctl.main(["--print-completion", "fisch"])
+    assert end.value.code == 2
+    assert "did you mean fish?" in capsys.readouterr().err

@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from kvslot.api.wire import messages
-from kvslot.cli import ctl, rates, top
+from kvslot.cli import ctl, host, rates, top
 
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
@@ -393,6 +393,27 @@ def test_interrupted_it_gives_the_terminal_back(live: Running) -> None:
     try:
         terminal.until("0 sessions")
         terminal.process.send_signal(signal.SIGINT)
+        assert terminal.ends() == 0
+        assert termios.tcgetattr(terminal.terminal) == terminal.before
+    finally:
+        terminal.close()
+
+
+def test_stopped_it_lends_the_terminal_back_and_takes_it_again(live: Running) -> None:
+    """^Z shows the shell's screen as it was, and after fg the picture is there again."""
+    terminal = Terminal(live.socket)
+    try:
+        terminal.until("0 sessions")
+        terminal.process.send_signal(signal.SIGTSTP)
+        deadline = time.monotonic() + 60
+        while host.process_state(terminal.process.pid) != "T":
+            assert time.monotonic() < deadline
+            if select.select([terminal.controller], [], [], 0.05)[0]:
+                terminal.text += os.read(terminal.controller, 1 << 16).decode(errors="replace")
+        assert termios.tcgetattr(terminal.terminal) == terminal.before
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.until("0 sessions")
+        terminal.press("q")
         assert terminal.ends() == 0
         assert termios.tcgetattr(terminal.terminal) == terminal.before
     finally:
