@@ -649,6 +649,7 @@ class AdminService:
 
     def close_sockets(self) -> None:
         """Gives the sockets back."""
+        self.api.door.stop_listening()
         if self._tcp is not None:
             self._tcp.close()
         for endpoint in self._endpoints:
@@ -668,7 +669,7 @@ class AdminService:
     def cut(self, reason: str) -> None:
         """A client was too slow."""
         self.cut_connections += 1
-        limited(log, "admin_cut", 10.0, level="info", reason=reason)
+        limited(log, "admin_cut", 10.0, level="info", kind=reason, reason=reason)
 
     def raised(self, where: str, error: BaseException) -> None:
         """A fault of ours, or of the HTTP server; it cost one answer."""

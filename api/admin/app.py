@@ -360,12 +360,13 @@ class Admin:
         self.requests = 0
         self.failures: dict[int, int] = {}
         # Requests are decompressed by nobody: an act's arguments are some bytes, and a bomb is some bytes, too.
-        server = web.Server(
-            self._handle, access_log=None, keepalive_timeout=86400.0, tcp_keepalive=False, lingering_time=0.0,
-            max_line_size=LINE_BYTES, max_field_size=LINE_BYTES, max_headers=HEADERS_MOST, read_bufsize=BODY_BYTES,
-            auto_decompress=False, handler_cancellation=True,
-        )  # fmt: skip
-        self.door = Door(loop, server, caller, most=connections, **seconds)
+        options = {
+            "access_log": None, "keepalive_timeout": 86400.0, "tcp_keepalive": False, "lingering_time": 0.0,
+            "max_line_size": LINE_BYTES, "max_field_size": LINE_BYTES, "max_headers": HEADERS_MOST,
+            "read_bufsize": BODY_BYTES, "auto_decompress": False,
+        }  # fmt: skip
+        server = web.Server(self._handle, handler_cancellation=True)
+        self.door = Door(loop, server, caller, most=connections, options=options, **seconds)
 
     def listen(self, listener: socket.socket) -> None:
         """Serves a listening socket: a Unix one, or TCP, which needs tokens."""
@@ -396,7 +397,8 @@ class Admin:
         self.requests += 1
         try:
             response = await self._answer(request, guarded)
-            if self.door.draining or not await _read_off(request):
+            last = self.door.draining or (guarded.ended_by_peer and not guarded.inner.queued)
+            if last or not await _read_off(request):
                 response.force_close()
             return response
         finally:

@@ -71,10 +71,11 @@ def _read(path: Path) -> list[str]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise TokenError(f"{path}: cannot be read: {error.strerror}") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise TokenError(f"{path}: is no plain file")
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise TokenError(f"{path}: is no plain file")
         if status.st_mode & 0o027:
             raise TokenError(
                 f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others read or write it: chmod 0640 or 0600"
@@ -149,7 +150,8 @@ def check_origin(headers: Mapping[str, str]) -> None:
     foreign = site not in ("none", "same-origin")
     if origin is not None:
         try:
-            foreign = foreign or urlsplit(origin).netloc != headers.get("Host", "")
+            named = urlsplit(origin).netloc
+            foreign = foreign or not named or named != headers.get("Host", "")
         except ValueError:
             foreign = True
     if foreign:
@@ -160,5 +162,7 @@ def host_of(host: str) -> str:
     """The name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
+    if host.count(":") > 1:
+        return host.lower()
     name, _, port = host.rpartition(":")
     return (name if name and port.isdigit() else host).lower()

@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
+import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from kvslot.api.admin.views import Identity
+from kvslot.api.admin.views import ErrorBody, Failure, Identity
 
 IDLE_SECONDS: Final = 60.0
 """Longer than scrapers wait between two scrapes by default, so that they keep their connection."""
@@ -71,6 +72,7 @@ class Door:
         caller: Caller,
         *,
         most: int,
+        options: Mapping[str, Any],
         idle_seconds: float = IDLE_SECONDS,
         read_seconds: float = READ_SECONDS,
         send_seconds: float = SEND_SECONDS,
@@ -79,6 +81,7 @@ class Door:
         self.server = server
         self.caller = caller
         self.most = most
+        self.options = options
         self.idle_seconds = idle_seconds
         self.read_seconds = read_seconds
         self.send_seconds = send_seconds
@@ -141,12 +144,16 @@ class Door:
             if connection.waiting:
                 connection.abort()
 
-    async def close(self, seconds: float) -> None:
-        """Accepts no more; what is being answered has `seconds`, all else none."""
+    def stop_listening(self) -> None:
+        """Accepts no more; the listening sockets are the caller's to close, behind this."""
         self._closed = True
         for number in self._listeners:
             self.loop.remove_reader(number)
         self._listeners.clear()
+
+    async def close(self, seconds: float) -> None:
+        """Accepts no more; what is being answered has `seconds`, all else none."""
+        self.stop_listening()
         for task in tuple(self._joining):
             task.cancel()
         self.drain()
@@ -159,12 +166,48 @@ class Door:
             connection.abort()
 
 
+class Http(RequestHandler):
+    """aiohttp's protocol, which tells how far it is, and says in JSON what it cannot read."""
+
+    began = 0
+    """Requests whose handler has been called."""
+
+    @property
+    def queued(self) -> bool:
+        """Another request has been read and is to be answered."""
+        return self._request_count > self.began
+
+    @property
+    def busy(self) -> bool:
+        """A request is being answered, or has been read and is to be."""
+        return self.queued or self._request_in_progress
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no request of HTTP (400), and to what our own handler should not have raised (500)."""
+        if status >= 500 and exc is not None and not isinstance(exc, ConnectionError):
+            self.logger.error("request failed", exc_info=exc)
+        text = "this is no request of HTTP" if status == 400 else "the daemon failed to answer"
+        error = ErrorBody(code="bad_request" if status == 400 else "internal", message=text)
+        response = web.Response(
+            body=msgspec.json.encode(Failure(error=error)), status=status, content_type="application/json"
+        )
+        response.force_close()
+        return response
+
+
 class Guarded(asyncio.Protocol):
     """One connection: passes all on to aiohttp's protocol, and knows what it waits for."""
 
     def __init__(self, door: Door) -> None:
         self.door = door
-        self.inner: RequestHandler = door.server()
+        self.inner = Http(door.server, loop=door.loop, **door.options)
+        self.ended_by_peer = False
         self.transport: asyncio.Transport | None = None
         self.handling = 0
         self.streaming = False
@@ -195,10 +238,10 @@ class Guarded(asyncio.Protocol):
             self._reading, self._since = True, self.door.loop.time()
         self._call("data_received", self.inner.data_received, data)
 
-    def eof_received(self) -> None:
-        # Whoever has said all that it had to say may still want the answer.
-        if self.waiting:
-            self.abort()
+    def eof_received(self) -> bool:
+        # Whoever has said all that it had to say may still want the answers; the last one closes.
+        self.ended_by_peer = True
+        return self.inner.busy
 
     def pause_writing(self) -> None:
         self._stuck_since = self.door.loop.time()
@@ -226,6 +269,7 @@ class Guarded(asyncio.Protocol):
     def began(self) -> None:
         """A request's head has been read, and its handler runs."""
         self.handling += 1
+        self.inner.began += 1
         self._reading = False
 
     def ended(self) -> None:
@@ -260,6 +304,8 @@ class Guarded(asyncio.Protocol):
             self._cut("does not read an answer")
         elif self.handling:
             return
+        elif self.ended_by_peer and not self.inner.busy:
+            transport.close()
         elif self._reading and now - self._since > door.read_seconds:
             self._cut("has not sent a whole request")
         elif not self._reading and now - self._since > door.idle_seconds:

@@ -69,7 +69,9 @@ class Client:
             sent.setdefault("Content-Type", "application/json")
         self._connection.request(method, path, body, sent)
         response = self._connection.getresponse()
-        names = {name.lower(): value for name, value in response.getheaders()}
+        names: dict[str, str] = {}
+        for name, value in response.getheaders():
+            names[name.lower()] = f"{names[name.lower()]}, {value}" if name.lower() in names else value
         return Answer(response.status, names, response.read())
 
     def get(self, path: str, **headers: str) -> Answer:

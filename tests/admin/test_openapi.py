@@ -86,7 +86,7 @@ CHECKS: list[Any] = [
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_every_response_validates(case: schemathesis.Case, daemon: Running) -> None:
+def test_every_response_validates(case: schemathesis.Case[Any], daemon: Running) -> None:
     """Requests that fit are answered as described; those that do not are refused as described; nothing is a 5xx."""
     host, port = address(daemon)
     case.call_and_validate(base_url=f"http://{host}:{port}", headers=BEARER, checks=CHECKS)
