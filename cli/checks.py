@@ -657,7 +657,7 @@ def latency(p: Picture) -> list[Finding]:
         return [
             _finding(
                 "latency", "warning", "", f"Allocate takes {row['all_us_p99'] / 1000:,.1f} ms (99th percentile)",
-                f"inside the daemon; the loop was late by {late * 1000:,.0f} ms at most",
+                f"inside the daemon, since its start; the loop was late by {late * 1000:,.0f} ms at most",
                 "kvslotctl latency shows the steps; where the processor is shared, give the unit CPUWeight, or cores",
             )
         ]  # fmt: skip
@@ -670,6 +670,23 @@ def latency(p: Picture) -> list[Finding]:
 
 
 # -- the process and its machine --------------------------------------------------------------------------------------
+
+
+def log(p: Picture) -> list[Finding]:
+    """Does the log take all that is said?"""
+    lost, left = p.totals.get("log_lost"), p.totals.get("log_left_out", 0)
+    if lost is None:
+        return [_unknown("log", "the daemon tells nothing of it", "it is of an older version")]
+    if lost:
+        return [
+            _finding(
+                "log", "note", "", f"{_common.several(lost, 'line')} of the log found no taker",
+                "who reads its standard error is gone, or does not keep up", "look at journald: its limits and its disk",
+            )
+        ]  # fmt: skip
+    return [
+        _ok("log", "", "no line was lost", f"{_common.several(left, 'repeat')} left out, each counted there")
+    ]
 
 
 def descriptors(p: Picture) -> list[Finding]:
@@ -1023,6 +1040,7 @@ CHECKS: Final[dict[str, Check]] = {
     "quarantine": quarantine,
     "peers": peers,
     "latency": latency,
+    "log": log,
     "descriptors": descriptors,
     "locked_memory": locked_memory,
     "shared_memory": shared_memory,
@@ -1045,7 +1063,25 @@ def look(picture: Picture, names: Iterable[str]) -> list[Finding]:
             # A daemon of another version may leave out what a check goes by.
             what = f"{type(error).__name__}: {error}"
             found.append(_unknown(name, f"what the daemon tells cannot be read ({what})", "see versions"))
-    return found
+    return few(found)
+
+
+def few(found: list[Finding]) -> list[Finding]:
+    """The first few of those that are wrong for one reason, and how many more there are."""
+    kept: list[Finding] = []
+    counts: dict[tuple[str, str, str], int] = {}
+    for each in found:
+        key = each.check, each.verdict, each.reason
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= LISTED or each.verdict == "ok":
+            kept.append(each)
+        elif counts[key] == LISTED + 1:
+            kept.append(each._replace(subject="", finding="", remedy=""))
+    for place, each in enumerate(kept):
+        if not each.finding:
+            more = counts[each.check, each.verdict, each.reason] - LISTED
+            kept[place] = each._replace(finding=f"{more:,} more for the same reason")
+    return kept
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ exit codes of doctor: 1 for a fault or a warning, else 0, notes and unknowns inc
 
 NAMES: Final = (
     "versions", "configuration", "block_size", "audit", "fragmentation", "compaction", "swap", "lengths", "watermark",
-    "waiting", "pins", "hits", "sessions", "quarantine", "peers", "latency", "descriptors", "locked_memory",
+    "waiting", "pins", "hits", "sessions", "quarantine", "peers", "latency", "log", "descriptors", "locked_memory",
     "shared_memory", "memory", "permissions", "admin", "restart", "stopping",
 )  # fmt: skip
 """For completion and help, without loading the checks.  A test compares."""

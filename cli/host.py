@@ -154,7 +154,7 @@ def effective(pid: int) -> tuple[Row | None, str]:
     be found out.
     """
     try:
-        told = os.stat(f"/proc/{pid}")
+        owner = owner_of(pid)
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
         environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
         folder = os.readlink(f"/proc/{pid}/cwd")
@@ -163,12 +163,12 @@ def effective(pid: int) -> tuple[Row | None, str]:
     kept = {
         name: value
         for name, _, value in (each.partition("=") for each in environ)
-        if name.startswith("KVSLOT_") or name in ("XDG_RUNTIME_DIR", "HOME", "PATH", "LANG")
+        if name.startswith("KVSLOT_") or name == "XDG_RUNTIME_DIR"
     }
     command = [sys.executable, "-Im", "kvslot.daemon", *passed_on(words), "--check-config", "--json"]
     drop: dict[str, Any] = {}
-    if os.geteuid() == 0 and told.st_uid:
-        drop = {"user": told.st_uid, "group": told.st_gid, "extra_groups": []}
+    if os.geteuid() == 0 and owner != (0, 0):
+        drop = {"user": owner[0], "group": owner[1], "extra_groups": []}
     try:
         answer = subprocess.run(
             command, cwd=folder, env=kept, capture_output=True, timeout=CHECK_SECONDS, check=False, **drop
@@ -183,6 +183,19 @@ def effective(pid: int) -> tuple[Row | None, str]:
         words = answer.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
         return None, f"its configuration cannot be read again: {words[-1]}"
     return found, ""
+
+
+def owner_of(pid: int) -> tuple[int, int]:
+    """User and group that a process runs as.  The folder in /proc may say root for one that hides its memory.
+
+    Raises OSError where there is no such process.
+    """
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("Uid", "Gid"):
+            found[name] = int(value.split()[1])
+    return found["Uid"], found["Gid"]
 
 
 def passed_on(words: list[str]) -> list[str]:

@@ -46,7 +46,7 @@ def healthy() -> Picture:
             "locked_bytes_max": None, "file_bytes_max": None, "address_bytes_max": None, "swapped_bytes": 0,
             "peer_faults": 0, "refused_connections": 0, "connections_max": 288, "store": True, "store_max": 4096,
         },
-        totals={"pushes": {"preempt": 0}, "loop_late_seconds_max": 0.01},
+        totals={"pushes": {"preempt": 0}, "loop_late_seconds_max": 0.01, "log_lost": 0, "log_left_out": 4},
         settings={
             name: {"name": name, "value": value, "changeable": name in ("drain_seconds", "compaction")}
             for name, value in settings.items()
@@ -184,6 +184,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("peers", lambda p: put(p, "process", refused_connections=3), "warning", "3 connections refused", "sessions_max"),
     ("peers", lambda p: row(p, "pools", bad_handles=4), "note", "4 requests", "kvslotctl latency"),
     ("latency", lambda p: row(p, "latency", all_us_p99=20_000.0), "warning", "20.0 ms", "kvslotctl latency"),
+    ("log", lambda p: put(p, "totals", log_lost=3), "note", "3 lines", "journald"),
     ("descriptors", lambda p: put(p, "process", descriptors=4000), "warning", "4,000 of 4,096", "LimitNOFILE"),
     ("descriptors", lambda p: put(p, "process", sessions_max=12, descriptors_max=100), "warning",
      "100 descriptors suffice for 12 sessions, not for 256", "LimitNOFILE=1408"),
@@ -269,6 +270,19 @@ def test_a_block_size_is_advised_when_the_lengths_have_changed() -> None:
     assert "kvslotctl advise" in found.remedy
     assert checks.best_block({"1": 0.0, "16": 3.0, "32": 3.9, "64": 4.1}) == 32
     assert checks.best_block({"16": 9.0, "8": 5.0}) == 8
+
+
+def test_of_many_alike_a_few_are_named() -> None:
+    """Three of forty stalled sessions, and how many more there are; what is wrong for another reason is named, too."""
+    picture = healthy()
+    (session,) = picture.sessions
+    picture.sessions = [{**session, "session": n, "stalled": True, "submitted": 10} for n in range(1, 41)]
+    picture.sessions.append({**session, "session": 99, "owes": 1})
+    found = checks.look(picture, ["sessions"])
+    assert [each.subject.partition(" (")[0] for each in found] == [
+        "session 1", "session 2", "session 3", "", "session 99",
+    ]  # fmt: skip
+    assert found[3].finding == "37 more for the same reason"
 
 
 def test_few_sequences_say_nothing_of_lengths() -> None:
