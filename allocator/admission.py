@@ -152,18 +152,18 @@ class Admission:
         if any(waiting.contiguous for waiting in self.growth.values()):
             # Growth that wants whole pages and finds none: what a new request takes might be one of them.
             return self.refuse(session, account, need, now, ticket, Reason.TURN, contiguous=contiguous)
-        free, evictable = pool.runs.total, pool.tree.evictable
+        free, evictable = pool.runs.total, pool.yields
         own_window = self.window if self.window is not None and self.window.ticket is mine else None
         if own_window is not None:
             free += own_window.held
         watermark = self._for_growth()
         held = self._held(mine) + watermark
-        coming = self.coming_free()
+        coming = self._coming_later()
         if need + held > free + evictable and self._older_than_window(mine):
             self.drop_window()  # else the two would wait for each other
             free = pool.runs.total
         if need + held > free + evictable and pool.tighten():
-            evictable = pool.tree.evictable
+            evictable = pool.yields
         if need + held > free + evictable:
             if need + watermark <= free + evictable:
                 reason = Reason.TURN
@@ -300,6 +300,20 @@ class Admission:
             )
         return fenced
 
+    def _coming_later(self) -> int:
+        """Slots that can be handed out later, without anybody's giving them back: fenced, or yet to be wiped."""
+        pool = self.pool
+        return self.coming_free() + (pool.tree.evictable if pool.scrubs else 0)
+
+    def wanted(self) -> int:
+        """Slots that are to be free for who waits, within their quotas."""
+        if not self.busy:
+            return 0
+        slots = sum(t.need for t in (*self.growth.values(), *self.waiting.values()) if _within_quota(t))
+        if slots and any(t.pages or t.contiguous for t in (*self.growth.values(), *self.waiting.values())):
+            slots += self.pool.runs.total  # those that are free lie wrong
+        return slots + self._for_growth()
+
     def _older_than_window(self, mine: Ticket | None) -> bool:
         window = self.window
         return window is not None and mine is not None and mine.handle < window.ticket.handle
@@ -365,12 +379,12 @@ class Admission:
         if account.unwritten + need > account.room:
             return self.starve(sequence, need, now, ticket, Reason.QUOTA, Quota.RUNS)
         older = self._growth_held(sequence.handle) if self.growth else 0
-        if self.window is not None and need + older > pool.runs.total + pool.tree.evictable:
+        if self.window is not None and need + older > pool.runs.total + pool.yields:
             self.drop_window()  # growth comes first; the window's ticket keeps its age
-        if need + older > pool.runs.total + pool.tree.evictable:
+        if need + older > pool.runs.total + pool.yields:
             pool.tighten()
-        free, evictable = pool.runs.total, pool.tree.evictable
-        coming = self.coming_free()
+        free, evictable = pool.runs.total, pool.yields
+        coming = self._coming_later()
         if need + older > free + evictable:
             if coming and need + older <= free + evictable + coming:
                 return self.refuse(session, account, need, now, ticket, Reason.FENCED, sequence)
@@ -400,6 +414,9 @@ class Admission:
         """Growth that neither free, evictable nor coming memory serves: ask for runs back, then name victims."""
         session, account = sequence.session, sequence.account
         whole = reason == Reason.RUN
+        if whole and self.pool.scrubs and not self.lack_pages(need, session.page, now):
+            # They are being evicted and wiped.
+            return self.refuse(session, account, need, now, ticket, reason, sequence, whole)
         scope = self._scope(sequence, quota)
         limit, narrow = narrowest(session, account, self.pool.usable)
         if len(scope) == 1 and (
@@ -430,7 +447,7 @@ class Admission:
     def _coming(self) -> bool:
         """Whether memory will come back that no sequence holds: fences, moves, pins, what the sweep will release."""
         pool = self.pool
-        return bool(pool.moves.tickets or pool.moves.retired) or any(
+        return bool(pool.moves.tickets or pool.moves.retired or pool.dirty) or any(
             s.fences or s.life or s.pins for s in pool.sessions.values()
         )
 
@@ -533,7 +550,7 @@ class Admission:
                 self._planned = now
                 self.window.blockers = _blockers(pool, self.window.start, self.window.stop)
             self._evict_blockers(self.window)
-        free, evictable = pool.runs.total, pool.tree.evictable
+        free, evictable = pool.runs.total, pool.yields
         left = free + evictable
         for handle in sorted(self.growth):
             ticket = self.growth[handle]
@@ -543,7 +560,9 @@ class Admission:
             if left < 0 and self.window is not None:
                 left += self.window.held
                 self.drop_window()
-                free, evictable = pool.runs.total, pool.tree.evictable
+                free, evictable = pool.runs.total, pool.yields
+            if left < 0 and pool.scrubs and left + self._coming_later() >= 0:
+                break  # it is being evicted and wiped
             if left < 0:
                 self.starve(pool.sequences[handle], ticket.need, now, ticket.handle, Reason.MEMORY)
                 break

@@ -99,6 +99,13 @@ def owned_slots(pool: Pool, wrong: list[str]) -> Owned:
             owned += _pieces(extents, CACHED, f"node {node}")
     for move in pool.moves.tickets.values():
         owned += _pieces(move.target, MOVING, f"move {move.handle}")
+    for extents, length in (*pool.dirt, *pool.wiping.values()):
+        owned += _pieces(extents, FENCED, "what is to be wiped")
+        if sum(extents[1::2]) != length:
+            wrong.append(f"{length} slots to be wiped have {sum(extents[1::2])} in their extents")
+    dirty = sum(length for _, length in (*pool.dirt, *pool.wiping.values()))
+    if dirty != pool.dirty:
+        wrong.append(f"{dirty} slots are to be wiped, the count says {pool.dirty}")
     for retired in pool.moves.retired.values():
         owned += _pieces(retired.extents, MOVING, "what a move left behind")
     window = pool.admission.window
@@ -345,7 +352,7 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             wrong.append(f"growth ticket of sequence {handle}, which has ended")
     if not pool.sessions:
         for state in (PRIVATE, FENCED, QUARANTINED, RESERVED):
-            if pool.ledger.counts[state]:
+            if pool.ledger.counts[state] > (pool.dirty if state == FENCED else 0):
                 wrong.append(
                     f"no session is left, yet {pool.ledger.counts[state]} slots are {State(state).name.lower()}"
                 )

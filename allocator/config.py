@@ -42,6 +42,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     preempt_deadline: float = 1.0  # how long a victim has to answer Preempt
     reclaim_patience: float = 0.02  # how long Pressure(reclaim) is given before a victim is named
     pin_share: float = 0.5  # most of `usable` that pins may keep
+    scrubs: bool = False  # what was in use is wiped by the caller (`dirt`, `wiped`) before it is free again
     peel_max: int = 64  # most tokens copied to keep a tail contiguous
     append: str = "chain"  # or "peel"; a session may choose otherwise
     fill_holes: bool = (

@@ -6,18 +6,20 @@ aside or given back, and the ledger says whose they are.
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvslot.allocator import eviction
 from kvslot.allocator.accounts import Account
 from kvslot.allocator.admission import Admission
 from kvslot.allocator.config import PoolConfig, check_config
 from kvslot.allocator.errors import EndedHandle, ForeignHandle, UnknownHandle
 from kvslot.allocator.eviction import Lru
-from kvslot.allocator.extents import joined
+from kvslot.allocator.extents import joined, split_extents
 from kvslot.allocator.moves import Moves
 from kvslot.allocator.results import Push, Space
 from kvslot.allocator.runs import FRESH, REUSED, FreeRuns
 from kvslot.allocator.sessions import Sequence, Session
-from kvslot.allocator.slots import CACHED, FREE, RESERVED, Ledger
+from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED, Ledger
 from kvslot.allocator.tree import PrefixTree
 
 HOLES_FROM = 512  # one slot in so many of those in use is in a hole: from there on new pieces begin in one
@@ -29,6 +31,7 @@ SCATTER_SHIFT = (
 )
 MANY = 64  # extents given back at once from which they are filed among the free runs later, in slices
 PAGE_VICTIMS = 64  # leaves that a request for whole pages looks at before it counts how many there can be
+SHED = 1024  # tokens evicted at a time where they are wiped before they are free
 AHEAD_ROUNDS = (
     4  # of eviction in a request where others go on between requests; then scattered slots have to do
 )
@@ -56,6 +59,11 @@ class Placement:
         )  # growth and placement go by the same measure; holes are what falls short of it
         self.many = MANY
         self.holes_from = HOLES_FROM if config.fill_holes else 0
+        # What is to be wiped before it is free again, as flat extents with their length; fenced until then.
+        self.scrubs = config.scrubs
+        self.dirt: deque[tuple[list[int], int]] = deque()
+        self.wiping: dict[int, tuple[list[int], int]] = {}  # ... and is being wiped, by handle
+        self.dirty = 0  # slots of both
         self.runs = FreeRuns(config.blocks, config.block_size, self.padding, self.cell)
         self.evictor = eviction.make(config.eviction)
         self.tree = PrefixTree(self.evictor, self.unit)
@@ -159,7 +167,7 @@ class Placement:
                 return []
         elif page == self.cell:
             own = self._cells(need // page, FRESH, 0, now)
-        while not own and tree.evictable:
+        while not own and self.yields:
             self._evict(min(tree.evictable, max(need - runs.total, page)), now)
             own = runs.take_pages(need, page)
         return own
@@ -222,7 +230,7 @@ class Placement:
         runs = self.runs
         goal = cells + self.kept
         own: list[int] = []
-        if goal > runs.cells_free and self.tree.evictable:
+        if goal > runs.cells_free and self.yields:
             left = cells
             if cells >= self.runs.long:
                 left -= self._hand_on(min(cells, goal - runs.cells_free), kind, group, now, own)
@@ -269,6 +277,48 @@ class Placement:
             runs.handed_on(own, kind, group)
         return cells - most // cell
 
+    @property
+    def yields(self) -> int:
+        """Tokens that a request may evict and use at once; none where they are to be wiped first."""
+        return 0 if self.scrubs else self.tree.evictable
+
+    def wipe(self, most: int) -> tuple[int, list[int]]:
+        """Up to `most` slots to be wiped now, as flat extents, and the handle for `wiped`; 0: there are none."""
+        taken: list[int] = []
+        left = most
+        while self.dirt and left > 0:
+            extents, length = self.dirt.popleft()
+            if length > left:
+                extents, behind = split_extents(extents, left)
+                self.dirt.appendleft((behind, length - left))
+                length = left
+            taken += extents
+            left -= length
+        if not taken:
+            return 0, taken
+        handle = self._handle()
+        self.wiping[handle] = (taken, most - left)
+        return handle, taken
+
+    def wiped(self, handle: int) -> None:
+        """Those slots hold nothing any more of whoever had them: they are free."""
+        extents, length = self.wiping.pop(handle)
+        self.dirty -= length
+        self._hand_back(extents, length, FENCED)
+
+    def shed(self, now: float) -> bool:
+        """Where slots are wiped: evicts for the headroom and for who waits, a little; True when there is more to do.
+
+        A request evicts nothing then, since it could not have what it evicts.
+        """
+        runs = self.runs
+        goal = max(self.headroom * self.cell, self.admission.wanted())
+        missing = goal - runs.total - self.dirty
+        if missing <= 0 or not self.tree.evictable:
+            return False
+        self._evict(min(missing, SHED, self.tree.evictable), now)
+        return missing > SHED and self.tree.evictable > 0
+
     def evict(self, tokens: int, *, now: float = 0.0) -> int:
         """Evicts at most `tokens` cached tokens that nobody holds, in the policy's order; returns how many went."""
         before = self.evicted_tokens
@@ -281,7 +331,7 @@ class Placement:
         """Frees `tokens` slots of evictable nodes: leaf first, and of a large leaf only its tail."""
         unit = self.unit
         self.tree.evictor.clock(now)
-        goal = self.runs.total + tokens
+        goal = self.runs.total + self.dirty + tokens
         while tokens > 0:
             node = self._victim()
             if not node:
@@ -289,13 +339,15 @@ class Placement:
                 self.admission.drop_window()
                 break
             self._drop(node, tokens if unit == 1 else -(-tokens // unit) * unit)
-            tokens = goal - self.runs.total
+            tokens = goal - self.runs.total - self.dirty
 
     def replenish(self, now: float, cells: int = 8, goal: int = 0) -> bool:
         """Evicts until some `cells` more are free, where fewer than `goal` (0: the headroom) are.
 
         True when there is more to be done.
         """
+        if self.scrubs:
+            return self.shed(now)
         runs = self.runs
         goal = goal or self.headroom
         if runs.cells_free >= goal or not self.tree.evictable:
@@ -441,6 +493,16 @@ class Placement:
         return tree.evictable > before
 
     def _release(self, extents: list[int], length: int, state: int) -> None:
+        """`length` slots come back: to be wiped first, where that is asked for."""
+        if self.scrubs and state != FREE:
+            if state != FENCED:
+                self.ledger.shift_all(extents, length, state, FENCED)
+            self.dirt.append((extents, length))
+            self.dirty += length
+            return
+        self._hand_back(extents, length, state)
+
+    def _hand_back(self, extents: list[int], length: int, state: int) -> None:
         """`length` slots come back to the free runs, or to the ticket in whose window they lie."""
         give = self.runs.give
         window = self.admission.window

@@ -120,7 +120,7 @@ class Pool(Lifecycle, Pages):
         evictable = tree.evictable
         tree.hold(node)
         need = n - hit
-        spare = self.runs.total + tree.evictable - need
+        spare = self.runs.total + (0 if self.scrubs else tree.evictable) - need
         want = need + 2 * self.quantum  # at most: the run rounds the whole up to cells
         # Room to spare, nobody waiting, no quota near: the common case decides in one comparison.
         if (
@@ -141,7 +141,7 @@ class Pool(Lifecycle, Pages):
                 and account.charged + need <= account.slots
             ):
                 node = path[-1] = self._hold_less(node, hit)
-                spare = self.runs.total + tree.evictable - need
+                spare = self.runs.total + self.yields - need
             try:
                 later = self.admission.admit(
                     session, account, need, evictable - tree.evictable, now, ticket, contiguous
@@ -195,15 +195,15 @@ class Pool(Lifecycle, Pages):
         peel = self._peel_length(session, sequence)
         runs, cell = self.runs, self.cell
         if peel and (
-            want + peel > runs.total + self.tree.evictable
+            want + peel > runs.total + self.yields
             or session.charged + want + peel > session.quota
             or account.charged + want + peel > account.slots
             or account.unwritten + want + peel > account.room
         ):
             peel = 0  # a copy is a convenience; linking new slots costs no memory
-        if not tokens and want > runs.total + self.tree.evictable:
+        if not tokens and want > runs.total + self.yields:
             # Less than a run is better than a refusal while there is anything to be had.
-            want = max(1, runs.total + self.tree.evictable - peel)
+            want = max(1, runs.total + self.yields - peel)
         need = want + peel
         if (
             need > runs.total

@@ -103,6 +103,7 @@ class Driver:
             append=rng.choice(("chain", "peel")),
             # Off the generator's path: who adds a draw has other histories.
             ahead=not seed % 3,
+            scrubs=seed % 7 == 6,
             headroom=0.003 if seed % 3 else 0.2,
         )
 
@@ -371,6 +372,9 @@ class Driver:
 
     def poll(self) -> object:
         self.world.poll()
+        if self.config.scrubs:
+            self.polls += 1
+            self.world.scrub(1 + 7 * self.polls % 30, end=bool(self.polls % 3))
         if self.config.ahead:
             self.polls += 1
             self.world.pool.replenish(self.world.now, 1 + self.polls % 3)
@@ -563,6 +567,7 @@ class Driver:
         world.advance(1.0)
         world.poll()
         pool.admission.pump(world.now)
+        world.clean()
         world.check()
         require(not pool.sessions and not pool.sequences, "sessions or sequences are left")
         require(not pool.admission.waiting and not pool.admission.growth, "tickets are left")
@@ -573,6 +578,7 @@ class Driver:
         require(pool.runs.total + pool.tree.tokens == usable, "slots are held by nobody")
         require(pool.tree.evictable == pool.tree.tokens, "cached tokens are held by nobody")
         pool.evict(usable, now=world.now)
+        world.clean()
         pool.runs.unstock()
         world.check()
         require(pool.runs.total == usable == pool.runs.longest(), "the pool is not whole again")

@@ -69,12 +69,16 @@ class Load:
             quantum=rng.choice((0, 1, 2, 4)), ticket_grace=rng.choice((0.05, 1.0)),
             preempt_deadline=0.05, reclaim_patience=rng.choice((0.0, 0.02)),
             fence_patience=rng.choice((0.0, 0.05)), append=rng.choice(("chain", "peel")), peel_max=4,
+            scrubs=seed % 7 == 6,  # off the generator's path, as the limits below
         )  # fmt: skip
         self.world = World(
             self.config, seed=rng.randrange(1 << 30), pool=make_pool(self.config), vocabulary=50
         )
-        self.root = self.world.root()
         usable = self.world.pool.usable
+        self.limited = seed % 5 == 4
+        if self.limited:
+            self.world.pool.limit("a", slots=max(2, usable * 17 // 20), runs=(4, 16, 1 << 20)[seed % 3])
+        self.root = self.world.root()
         most = max(2, int(usable * 0.7) - 8)
         self.servers: list[Server] = []
         troubled = rng.random() < 0.4
@@ -120,6 +124,8 @@ class Load:
             self.world.pool.sweep(2)
             self.world.pool.admission.pump(self.world.now)
             self.pushes()
+            if self.config.scrubs:
+                self.world.scrub(32)
             self.world.advance(TICK)
             if tick % CHECK_EACH == 0:
                 self.world.check()
@@ -135,6 +141,7 @@ class Load:
         while not self.world.pool.sweep():
             pass
         pool = self.world.pool
+        self.world.clean()
         self.world.check()
         require(
             pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left"
@@ -167,6 +174,8 @@ class Load:
                 server.running.remove(request)
                 self.tell("finished", seq.handle)
                 continue
+            if self.limited and seq.written > seq.reported:
+                world.report(seq)
             if seq.cursor >= seq.capacity and now >= request.retry:
                 answer = world.extend(seq, ticket=request.ticket)
                 self.tell("extend", seq.handle, answer)

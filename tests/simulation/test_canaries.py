@@ -76,7 +76,7 @@ CANARIES = [
     C("3.4 only windowed layouts drop the front", Pool, "trim", "if keep_from and not self.config.windowed:", "if False:"),
     C("3.4 a window's front goes behind the fence", Pool, "_drop_front", "self._let_go(sequence, dropped, 0, fence)", "self._let_go(sequence, dropped, 0, 0)"),
     # -- 3.5: admission, eviction, preemption
-    C("3.5 fenced memory is not free", Admission, "_admit", "free, evictable = pool.runs.total, pool.tree.evictable", "free, evictable = pool.runs.total + pool.ledger.counts[3], pool.tree.evictable"),
+    C("3.5 fenced memory is not free", Admission, "_admit", "free, evictable = pool.runs.total, pool.yields", "free, evictable = pool.runs.total + pool.ledger.counts[3], pool.yields"),
     C("3.5 the watermark holds back new requests", Admission, "_admit", "watermark = self._for_growth()", "watermark = 0"),
     C("3.5 the watermark is waived while nothing runs", Admission, "_for_growth", "if not pool.sequences:", "if False:", test_admission.test_watermark_holds_back_new_requests_only),
     C("3.5 NEVER for what cannot fit", Pool, "allocate", "if n > session.quota or n > account.slots or n > self.usable:", "if n > 2 * self.usable:"),
@@ -108,6 +108,10 @@ CANARIES = [
     C("3.5 a window's slots are reserved", Admission, "_clear", "window.hold(start, length)", "pass"),
     C("3.5 a window gives way to growth", Admission, "grow", "self.drop_window()", "pass", test_admission.test_window_gives_way_to_growth),
     C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "if s.stalled or s.life", "if s.life", test_admission.test_stalled_fences_hold_nothing_back),
+    # -- slots that are wiped before they are free
+    C("what was in use is wiped", Pool, "_release", "if self.scrubs and state != FREE:", "if self.scrubs and state != FREE and state != CACHED:"),
+    C("what is being wiped is not free", Pool, "wipe", "self.wiping[handle] = (taken, most - left)", "self.wiping[handle] = (taken, most - left)\n    self._hand_back(list(taken), most - left, FENCED)"),
+    C("what is evicted and not wiped is not handed out", Admission, "_admit", "free, evictable = pool.runs.total, pool.yields", "free, evictable = pool.runs.total, pool.tree.evictable"),
     # -- what is sorted out for long requests
     C("3.2 what is in stock is taken once", FreeRuns, "_from_stock", "del stock[i:]", "pass"),
     C("3.2 a piece cut in stock keeps its rest", FreeRuns, "_from_stock", "stock[i + 1] = -left", "stock[i + 1] += left"),

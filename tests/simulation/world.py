@@ -48,9 +48,9 @@ EXCESS_CELLS = 4
 ALLOWED = {
     (FREE, PRIVATE), (FREE, MOVING), (FREE, RESERVED), (FREE, FREE),
     (PRIVATE, CACHED), (PRIVATE, FENCED), (PRIVATE, FREE), (PRIVATE, RESERVED), (PRIVATE, QUARANTINED),
-    (CACHED, FREE), (CACHED, RESERVED), (CACHED, MOVING),
+    (CACHED, FREE), (CACHED, RESERVED), (CACHED, MOVING), (CACHED, FENCED),
     (FENCED, FREE), (FENCED, RESERVED), (FENCED, QUARANTINED),
-    (MOVING, CACHED), (MOVING, FREE), (MOVING, RESERVED),
+    (MOVING, CACHED), (MOVING, FREE), (MOVING, RESERVED), (MOVING, FENCED),
     (RESERVED, FREE),
     (QUARANTINED, PRIVATE), (QUARANTINED, FENCED),
 }  # fmt: skip
@@ -245,6 +245,8 @@ class World:
             if shadow[each] != source:
                 raise Fault(f"slot {each} is {State(shadow[each]).name}, said to be {State(source).name}")
             shadow[each] = target
+            if source == FREE and self.pool.scrubs and target == PRIVATE:
+                require(not self.memory[each], "slot", each, "was handed out with what somebody left in it")
             if target in (FREE, RESERVED):
                 if self.in_use[each]:
                     raise Fault(f"slot {each} became {State(target).name} while a step or fence covers it")
@@ -559,6 +561,7 @@ class World:
             or pool.moves.tickets or pool.moves.retired
         )  # fmt: skip
         held = any(s.fences or s.pins or s.owes or s.life for s in pool.sessions.values())
+        held = held or (pool.scrubs and bool(pool.dirty or pool.tree.evictable))
         return not pool.sequences and not waiting and not held
 
     def _left_enough(self, engine: Engine, room: int, running: bool, due: int) -> None:
@@ -622,6 +625,7 @@ class World:
             coming = (
                 pool.moves.tickets
                 or pool.moves.retired
+                or pool.dirty
                 or any(s.fences or s.life for s in pool.sessions.values())
             )
             require(
@@ -1139,6 +1143,24 @@ class World:
         for handle in list(engine.pins):
             self.pinned.subtract(engine.pins.pop(handle))
         self.engines.remove(engine)
+
+    def scrub(self, most: int, *, end: bool = True) -> None:
+        """What the daemon does where slots are wiped: evicts ahead, and wipes some; not `end`: that takes a while."""
+        pool = self.pool
+        pool.shed(self.now)
+        for handle in [*pool.wiping] if end else []:
+            for slot in expand(pool.wiping[handle][0]):
+                require(not self.in_use[slot], "slot", slot, "is wiped while a step or fence covers it")
+                require(not self.in_tables[slot], "slot", slot, "is wiped while a table holds it")
+                self.memory[slot] = 0
+            pool.wiped(handle)
+            self.tally["wiped"] += 1
+        pool.wipe(most)
+
+    def clean(self) -> None:
+        """All that is to be wiped is."""
+        while self.pool.dirty:
+            self.scrub(64)
 
     def advance(self, seconds: float) -> None:
         """Time passes, for the device too."""
