@@ -112,16 +112,20 @@ def _root(member: Member, namespace: int) -> int:
 
 def _later(server: Server, hosted: HostedPool, answer: core.Later, number: int) -> messages.Later:
     members = hosted.members
+    _note_later(server, hosted, answer)
+    return messages.Later(
+        number, answer.ticket, str(answer.reason), answer.needed, answer.free_now, answer.coming_free,
+        answer.evictable, answer.retry_after_ms, [members[each].number for each in answer.stalled if each in members],
+        answer.quota, answer.limit,
+    )  # fmt: skip
+
+
+def _note_later(server: Server, hosted: HostedPool, answer: core.Later | messages.Later) -> None:
     server.totals.later[hosted.name][answer.reason] += 1
     limited(
         log, "later", LATER_SECONDS, level="info", kind=hosted.name, pool=hosted.name, reason=str(answer.reason),
         needed=answer.needed, free_now=answer.free_now, coming_free=answer.coming_free,
         evictable=answer.evictable, quota=str(answer.quota),
-    )  # fmt: skip
-    return messages.Later(
-        number, answer.ticket, str(answer.reason), answer.needed, answer.free_now, answer.coming_free,
-        answer.evictable, answer.retry_after_ms, [members[each].number for each in answer.stalled if each in members],
-        answer.quota, answer.limit,
     )  # fmt: skip
 
 
@@ -254,6 +258,11 @@ def _former(server: Server, connection: Connection, m: messages.Hello) -> Former
     if former is None:
         raise StaleSession(f"session {m.resume} was of an earlier boot of the daemon: nothing of it is left")
     _check_former(former, connection.peer)
+    if server.warm is not None and server.warm.mates(former):
+        raise StaleSession(
+            f"session {m.resume} was of an earlier boot of the daemon, and one of a group: open the group anew, then "
+            "release it"
+        )
     return former
 
 
@@ -419,6 +428,7 @@ def allocate(server: Server, connection: Connection, m: messages.Allocate, now: 
     if m.namespace not in member.roots:
         _root(member, m.namespace)
     if server.identity.rated and (late := server.identity.late(member, m, now)) is not None:
+        _note_later(server, member.hosted, late)
         return late
     hosted = member.hosted
     pool = hosted.core

@@ -93,6 +93,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 LAST_ID: Final = 2**63 - 1  # of a request whose reply nobody waits for
 UNHEARD: Final = -(1 << 62)  # there is no page that would tell of pushes: the socket is looked at every time
+NAMESPACES_APART: Final = 1 << 40  # above every number that a daemon gives a namespace
 WAIT_SECONDS: Final = 5.0  # longest sleep of a waiting call before it looks at its connection again
 
 
@@ -228,6 +229,12 @@ class Client:
         self._page_slots = page
         self._peels = self._copying = False  # whether more room may come with copies; known with the Welcome
         self._namespaces: dict[Namespace, int] = {}
+        self._renumbered: dict[
+            int, int
+        ] = {}  # namespaces that have other numbers since the daemon was restarted
+        self._former: list[
+            tuple[Token, int]
+        ] = []  # sessions of earlier boots, and the last step that may use them
         self._deferred: deque[Callable[[], None]] = deque()
         self._request = messages.Hello(
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
@@ -309,13 +316,19 @@ class Client:
     def reconnect(self) -> None:
         """Takes the session up again after Disconnected, with all sequences as they are here.
 
+        Where the daemon was restarted meanwhile and has its memory still, the session is another one from here on:
+        what is cached is as it was, every sequence raises Lost (start it over; it finds what it had committed), pins
+        and tickets are over.  Steps under way may end as they would have: what they use stays untouched until they
+        have completed.
+
         What was under way is settled: refills asked for are given back, sequences whose start nobody heard of are
         freed, trims are made, frees are said again.  A sequence of which a commit was under way can be committed no
         further.  One that was being moved to other slots, as it may be in a session with append "peel" or pages, is
         ended: it raises Lost.
 
         Raises Disconnected when the daemon cannot be reached (try again later), and StaleSession when it has started
-        anew since, or has given this session up: then close this client and open another one.
+        anew with other memory, has given this session up, or was restarted and the session is one of a group: then
+        close this client and open another one.
         """
         if self._connection.fault is None:
             raise OutOfTurn("the connection is there")
@@ -327,9 +340,10 @@ class Client:
         except KvslotError:
             self._connection = lost
             raise
+        page = descriptors.pop("page", -1) if welcome.former else -1
         close_all(each for what, each in descriptors.items() if what != "wake")
         if welcome.pool.generation != self.pool.description.generation:
-            close_all([descriptors.get("wake", -1)])
+            close_all([descriptors.get("wake", -1), page])
             self._connection.close()
             self._connection = lost
             raise StaleSession("the pool's memory is another one since: what was in it is lost")
@@ -338,8 +352,51 @@ class Client:
         self._remains.connection = self._connection
         self._connection.frames_sent += lost.frames_sent
         self._connection.frames_received += lost.frames_received
+        if welcome.former:
+            self._begin_anew(welcome, page)
+        else:
+            self._listen()
+            self._resettle()
+        self._release_former()
+
+    def _begin_anew(self, welcome: messages.Welcome, page: int) -> None:
+        """The daemon was restarted, and this is a new session with it; what was said to the old one is settled."""
+        session = self._session
+        for table in list(session.sequences.values()):
+            session.forget(table, _restarted(table.id))
+        session.begin_anew(welcome.limits)
+        self._former.append((self.token, self._submitted))
+        self.token = Token(welcome.session, welcome.secret, welcome.boot)
+        self.limits, self.server = welcome.limits, welcome.server
+        # The engine knows its namespaces by the numbers that they had; they are opened again when they are used.
+        self._renumbered = dict.fromkeys(self._namespaces.values(), 0)
+        self._renumbered[self.namespace] = welcome.namespace
+        submitted, completed, before = self._submitted, self._completed, self._page
+        self._epoch = 0
+        if page >= 0:
+            # Steps go on being counted from where they were.
+            try:
+                self._page = self._remains.page = SessionPage(page)
+            finally:
+                close_all([page])
+            self._page.keep_from_children()
+            self._words = words = self._page.words
+            words[SUBMITTED] = submitted
+            words[COMPLETED] = completed
+            if submitted != completed:
+                words[BEGAN] = monotonic_ns()
+                words[BUSY] = 1
+            if before is not None:
+                before.close()
         self._listen()
-        self._resettle()
+
+    def _release_former(self) -> None:
+        """Sessions of earlier boots that no step under way uses any more are over."""
+        while self._former and self._former[0][1] <= self._completed:
+            token = self._former[0][0]
+            with contextlib.suppress(Refused):  # it may be over, where an answer was lost
+                self._call(messages.Release(self._session.next_id(), token.session, token.secret), Done)
+            del self._former[0]
 
     def _listen(self) -> None:
         """What the page says of pushes is compared with those that have been read since the Welcome.
@@ -478,12 +535,14 @@ class Client:
 
     def probe(self, tokens: Tokens, *, namespace: int | Namespace | None = None) -> int:
         """How many tokens of this prompt a sequence would find cached now; changes nothing."""
-        request = messages.Probe(self._session.next_id(), self._root(namespace), token_bytes(tokens))
+        root = self._actual(self._root(namespace))
+        request = messages.Probe(self._session.next_id(), root, token_bytes(tokens))
         return self._call(request, messages.Probed).hit
 
     def pin(self, tokens: Tokens, *, namespace: int | Namespace | None = None) -> tuple[int, int]:
         """Keeps what is cached of a prefix: the pin's number, and how many tokens it keeps; 0, 0 where none are."""
-        request = messages.Pin(self._session.next_id(), self._root(namespace), token_bytes(tokens))
+        root = self._actual(self._root(namespace))
+        request = messages.Pin(self._session.next_id(), root, token_bytes(tokens))
         answer = self._call(request, messages.Pinned)
         return answer.pin, answer.length
 
@@ -500,7 +559,13 @@ class Client:
         number = self._namespaces.get(namespace)
         if number is None:
             request = messages.OpenNamespace(self._session.next_id(), namespace)
-            number = self._namespaces[namespace] = self._call(request, messages.Opened).namespace
+            number = self._call(request, messages.Opened).namespace
+            if self._renumbered:
+                actual = number
+                while number in self._renumbered:
+                    number += NAMESPACES_APART  # known by that number is another one
+                self._renumbered[number] = actual
+            self._namespaces[namespace] = number
         return number
 
     def opened(self, number: int) -> Namespace | None:
@@ -583,6 +648,8 @@ class Client:
             os.eventfd_write(self._wake, 1)
         if self._session.pressing():
             self.flush()
+        if self._former:
+            self._release_former()
 
     def flush(self) -> None:
         """Says what is due now.  Needed only by an engine that has no step to come."""
@@ -770,10 +837,11 @@ class Client:
         self, tokens: bytes, root: int, ticket: int, priority: int, contiguous: bool, wait_for_commit: bool
     ) -> Sequence | Later | Never:
         session = self._session
+        actual = self._actual(root)
         sequence = Sequence(self, session.next_sequence(), root, priority)
         answer = self._ask(
             Allocate(
-                session.next_id(), root, sequence.id, tokens, ticket, priority, contiguous, wait_for_commit
+                session.next_id(), actual, sequence.id, tokens, ticket, priority, contiguous, wait_for_commit
             )
         )
         if type(answer) is Admitted:
@@ -953,6 +1021,18 @@ class Client:
             return self.namespace
         return self.open_namespace(namespace) if isinstance(namespace, Namespace) else namespace
 
+    def _actual(self, namespace: int) -> int:
+        """The number by which the daemon knows a namespace."""
+        if not self._renumbered:
+            return namespace
+        number = self._renumbered.get(namespace, namespace)
+        if not number:
+            known = self.opened(namespace)
+            assert known is not None
+            request = messages.OpenNamespace(self._session.next_id(), known)
+            number = self._renumbered[namespace] = self._call(request, messages.Opened).namespace
+        return number
+
     def _forked(self) -> None:
         """In a child of the fork: nothing of the parent's is touched, and everything says so from now on."""
         if self._closed:
@@ -989,6 +1069,12 @@ def _lost(number: int) -> Lost:
     return Lost(
         f"sequence {number} was asking for more room when the connection was lost, and may have been moved to other "
         "slots that nobody was told of: it was freed; start it over"
+    )
+
+
+def _restarted(number: int) -> Lost:
+    return Lost(
+        f"sequence {number} ended with the daemon, which was restarted: start it over; what it had committed is cached"
     )
 
 

@@ -28,7 +28,7 @@ class WrongProcess(Disconnected):
 
 
 class Lost(Ended):
-    """`Client.reconnect` had to end this sequence; start it over.  Only `free` may still be called, and does nothing.
+    """`Client.reconnect` ended this sequence; start it over.  Only `free` may still be called, and does nothing.
 
     It was being given other slots for tokens that it has already, and the answer that said which is lost.
     """

@@ -131,6 +131,19 @@ class Session:
         self._id = 0
         self._sequence = first
 
+    def begin_anew(self, limits: messages.Limits) -> None:
+        """Nothing that was said or asked counts any more; the sequences have been forgotten."""
+        self.limits = limits
+        self.posted.clear()
+        self.refills.clear()
+        self.outstanding.clear()
+        self.waiting.clear()
+        self.tickets.clear()
+        self.events.clear()
+        self.moved.clear()
+        self.epoch = self.given_up = 0
+        self.asked_back = self._commits = False
+
     def next_id(self) -> int:
         """A number for the next request."""
         self._id = number = self._id + 1

@@ -43,8 +43,9 @@ SPACES: Final = 65536
 SPACE_BYTES: Final = 4096
 WORDS: Final = HEAD // 2
 """Where in the head its words stand."""
-LIMIT, SPACE, NUMBERS, SESSIONS_USED, SPACES_USED = range(5)
-"""Words: above every serial · the last number of a namespace · of a session · entries ever used of either table"""
+LIMIT, SPACE, NUMBERS, SESSIONS_USED, SPACES_USED, LIVES = range(6)
+"""Words: above every serial · the last number of a namespace · of a session · entries ever used of either table ·
+how often it was taken over"""
 
 HELD: Final = 1 << 63
 """In `owner`: private to a session, see `held`; alone: to nobody in particular."""

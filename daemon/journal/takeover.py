@@ -10,7 +10,7 @@ become nobody, and those of the gone to free.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,12 @@ from kvslot.allocator import Pool
 from kvslot.allocator import Session as Core
 from kvslot.allocator.restore import Restored, restore
 from kvslot.allocator.slots import CACHED, FREE, PADDING, QUARANTINED
-from kvslot.daemon.journal.columns import HELD, Columns
+from kvslot.daemon.journal.columns import HELD, LIVES, Columns
 from kvslot.daemon.journal.reader import Found, read
 from kvslot.daemon.journal.writer import Session, Writer
+
+HANDLE_BITS: Final = 42
+"""Of handles given out in one life; so many lives that there are until 2^63."""
 
 
 class Takeover(NamedTuple):
@@ -63,6 +66,9 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
         if number not in alive:
             pool.gone(session)  # its slots wait for the others of its engine
     _settle(columns, pool, restored)
+    # Handles of an earlier life (pins, tickets) are none of this one's.
+    columns.words[LIVES] = lives_before = columns.words[LIVES] + 1
+    pool.serial += lives_before << HANDLE_BITS
     writer = Writer(columns, pool.padding, pool.ledger, new=False)
     writer.go_on(found, restored.roots)
     pool.ledger.journal = writer.shift

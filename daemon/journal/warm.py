@@ -152,7 +152,7 @@ class Warm:
         if not self.enabled:
             return "no service manager keeps anything for this process"
         pools, journals = self._kept.pop(_key(name), ([], []))
-        why = "nothing of an earlier one is there"
+        why = "nothing of an earlier daemon came back: a first start, or the unit keeps none (FileDescriptorStoreMax)"
         chosen: Kept | None = None
         for journal in journals:
             head = _head_of(journal)
@@ -350,6 +350,13 @@ class Warm:
             return None
         return session
 
+    def mates(self, session: Session) -> bool:
+        """Whether other former sessions are of the same engine: a step of theirs is no step of this one's."""
+        return any(
+            each.group == session.group and each is not session and name == self.former[session.number][1]
+            for each, name in self.former.values()
+        )
+
     def released(self, server: Server, session: Session) -> None:
         """A former session that held nothing says that it is over."""
         hosted = server.pools[self.former.pop(session.number)[1]]
@@ -408,7 +415,7 @@ def _difference(head: Head, layout: Layout, config: PoolConfig) -> str:
     for name, is_ in now.items():
         was = getattr(head, name)
         if was != is_:
-            return f"its {name} was {was}, and is {is_} now"
+            return f"{name}: {was} then, {is_} now"
     return ""
 
 

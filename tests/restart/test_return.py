@@ -1,0 +1,178 @@
+"""What clients see of a daemon that was restarted, and what it says of its start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from kvslot import Client
+from kvslot.api.client import Disconnected, Lost, StaleSession
+from kvslot.api.client.errors import OutOfRoom
+from kvslot.api.client.indices import slot_indices
+from kvslot.api.wire import Namespace
+from kvslot.api.wire.messages import Evict
+
+from ..faults.actors import child, rows, until
+from ..tools.wire import Wire
+from .killing import kept
+
+PROMPT = list(range(100, 140))
+
+
+def lose(client: Client) -> None:
+    """The client notices that its daemon has ended."""
+    with contextlib.suppress(Disconnected):
+        while client.probe(PROMPT) >= 0:
+            pass
+
+
+def back(client: Client) -> None:
+    """Loses its daemon, and comes back to the next one."""
+    lose(client)
+    client.reconnect()
+
+
+def fill(client: Client, tokens: list[int], namespace: int | None = None, colour: int = 0) -> np.ndarray:
+    """Has a prompt written and published; returns its slots."""
+    with client.step():
+        sequence = client.admit(tokens, namespace=namespace)
+        slots = slot_indices(sequence, 0, len(tokens))
+        for name in client.pool.planes:
+            client.pool.plane(name)[slots] = (np.array(tokens) + colour)[:, None, None]
+    sequence.commit()
+    sequence.free()
+    client.settle()
+    return slots
+
+
+def test_a_client_comes_back_to_the_next_daemon_and_finds_what_it_had_published() -> None:
+    """Sequences are lost by name, prefixes are there with the same bytes, namespaces keep their numbers."""
+    with kept([{"blocks": 65}]) as daemon, Client(str(daemon.socket), name="returning") as client:
+        other = client.open_namespace(Namespace(tenant="other"))
+        slots = fill(client, PROMPT)
+        elsewhere = fill(client, PROMPT, other, 1000)
+        running = client.admit(PROMPT)
+        daemon.manager.kill()
+        lose(client)
+        client.reconnect()
+        with pytest.raises(Lost, match="restarted"):
+            running.append(1)
+        running.free()  # says nothing any more
+        assert client.probe(PROMPT) == len(PROMPT) - 1
+        assert client.probe(PROMPT, namespace=other) == len(PROMPT) - 1
+        with client.step():
+            again = client.admit(PROMPT)
+            there = client.admit(PROMPT, namespace=other)
+        assert again.hit == there.hit == len(PROMPT) - 1
+        assert list(slot_indices(again, 0, again.hit)) == list(slots[: again.hit])
+        assert list(slot_indices(there, 0, there.hit)) == list(elsewhere[: there.hit])
+        for name in client.pool.planes:
+            assert (client.pool.plane(name)[slots, 0, 0] == PROMPT).all()
+            assert (client.pool.plane(name)[elsewhere, 0, 0] == np.array(PROMPT) + 1000).all()
+        third = client.open_namespace(Namespace(tenant="third"))
+        assert third not in (client.namespace, other)
+        assert client.probe(PROMPT, namespace=third) == 0
+        for sequence in (again, there):
+            sequence.free()
+        client.settle()
+
+
+def test_what_a_step_under_way_uses_stays_until_it_has_completed() -> None:
+    """A client is back before its device is: what it held is neither given to others nor evicted until it has ended."""
+    with (
+        kept([{"blocks": 17}]) as daemon,
+        Client(str(daemon.socket)) as client,
+        Wire(daemon.socket) as control,
+    ):
+        fill(client, PROMPT)
+        step = client.submit()
+        held = client.admit(list(range(1000, 1100)))
+        slots = set(slot_indices(held).tolist())
+        daemon.manager.kill()
+        lose(client)
+        client.reconnect()
+        control = Wire(daemon.socket)
+        assert {row["state"] for row in rows(control, "sessions")} == {"live", "lost"}
+        assert not control.call(Evict, 1 << 20).tokens, "what the step may read was evicted"
+        other = client.admit(list(range(2000, 2030)))
+        with contextlib.suppress(OutOfRoom):
+            while True:
+                other.append(7)
+        assert not slots & set(slot_indices(other).tolist())
+        client.complete(step)
+        until(lambda: len(rows(control, "sessions")) == 1, 10.0, "the session of then is left")
+        other.free()
+        client.settle()
+        until(lambda: control.call(Evict, 1 << 20).tokens > 0, 10.0, "what is cached is held for nobody")
+        control.close()
+
+
+def test_a_dead_engine_holds_nothing_after_the_next_start() -> None:
+    """Who died while there was no daemon is proven gone by it; who dies later is noticed then."""
+
+    def work(tell: object) -> None:
+        client = Client(str(path))
+        fill(client, PROMPT)
+        client.admit(list(range(500, 600)))
+        tell(list(client.token.secret))  # type: ignore[operator]
+
+    with kept([{"blocks": 33}]) as daemon:
+        path = daemon.socket
+        with child(work) as first, child(work) as second:
+            first.heard()
+            second.heard()
+            os.kill(daemon.manager.pid, signal.SIGSTOP)
+            first.kill()
+            daemon.manager.kill()
+            with Wire(path) as control:
+                assert [row["state"] for row in rows(control, "sessions")] == ["lost"]
+                second.kill()
+                until(lambda: not rows(control, "sessions"), 10.0, "a dead one's session is left")
+                until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 10.0, "its slots are set aside")
+                until(lambda: control.call(Evict, 1 << 20).tokens > 0, 10.0, "its leases are left")
+        assert [name for name in daemon.manager.stored if name.startswith("session")] == []
+
+
+def test_a_restart_in_good_order_keeps_the_cache() -> None:
+    """Over `systemctl restart` what is cached stays, as over a crash."""
+    with kept([{"blocks": 33}]) as daemon:
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+        assert daemon.manager.restart() == 0
+        with Client(str(daemon.socket)) as client:
+            assert client.probe(PROMPT) == len(PROMPT) - 1
+
+
+def test_a_start_without_a_store_is_cold_and_says_so() -> None:
+    """Where nothing is kept one line says why, and a client hears that nothing is left."""
+    with kept([{"blocks": 33}], store_max=0) as daemon, Client(str(daemon.socket)) as client:
+        fill(client, PROMPT)
+        daemon.manager.kill()
+        lose(client)
+        with pytest.raises(StaleSession):
+            client.reconnect()
+        told = daemon.events("cold_start", "warm_start")
+        assert [each["event"] for each in told] == ["cold_start", "cold_start"]
+        assert "came back" in told[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [({"block_size": 8}, "bytes"), ({"blocks": 34}, "now"), ({"name": "new"}, "nothing")]
+)
+def test_another_pool_is_not_filled_with_what_the_old_one_held(change: dict[str, object], why: str) -> None:
+    """A pool that is configured otherwise begins empty; the memory of the old one is not kept for ever."""
+    with kept([{"blocks": 33}]) as daemon:
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+        daemon.configure([{"blocks": 33, **change}])
+        daemon.manager.kill()
+        told = daemon.events("cold_start", "warm_start")
+        assert [each["event"] for each in told] == ["cold_start", "cold_start"]
+        assert why in told[1]["reason"], told
+        with Client(str(daemon.socket)) as client:
+            assert client.probe(PROMPT) == 0
+        daemon.manager.wait(lambda: sum(daemon.manager.stored.values()) == 2)
