@@ -194,6 +194,7 @@ def _requests(rng: random.Random) -> list[list[Any]]:
         [32, number, rng.choice(["status", "sessions", "map", "tree", "frag", "nothing"]), "", rng.randrange(9)],
         [33, number, rng.randrange(200)],
         [34, number],
+        [38, number, rng.choice(["start", "start", "fetch", "stop", "x"]), "", rng.random() < 0.5],
         [1, number, VERSION, "again"],
         [1, number, VERSION, "x", "", ["t", "m", "", rng.choice("abc")], "", 1, "", -1, False, rng.random() < 0.3,
          0, 0, 0, 0, b""],
