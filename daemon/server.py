@@ -158,12 +158,13 @@ class Server:
         self._counts = self.latency.counts
         self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE
+        admin = settings.admin_connections if settings.admin else 0
+        wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE + admin
         if limit < wanted:
             limit = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         # What the descriptors suffice for: beyond it a client is told, rather than the process running dry.
-        left = limit - DESCRIPTORS_SPARE
+        left = limit - DESCRIPTORS_SPARE - min(admin, limit // 8)
         self._connections_max = min(settings.sessions_max + TOOLS, max(2, left // DESCRIPTORS_EACH))
         # A session whose connection is lost keeps the others for as long as its process lives.
         self.sessions_max = min(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvslot.systemd import DROP_INS, FILES, PROGRAM, File, drop_in, text
 
-HIDDEN = ("/home/", "/root/", "/tmp/", "/var/tmp/", "/run/user/", "/dev/shm/")
+HIDDEN = ("home", "root", "tmp", "var/tmp", "run/user", "dev/shm")
 """Where the unit's sandbox shows nothing, or nothing of ours."""
 EXAMPLES = """\
 examples:
@@ -114,7 +114,7 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         print(
             f"\nThere is no {program} in {root} yet: a virtual environment there, with this package, has one."
         )
-    if f"{program}/".startswith(HIDDEN):
+    if program[1:].startswith(tuple(f"{each}/" for each in HIDDEN)):
         print(
             f"\nThe daemon will not find {program}: the unit's sandbox hides what is in /{program.split('/')[1]}.  "
             "Put the environment elsewhere, say at /opt/kvslot."

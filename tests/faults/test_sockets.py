@@ -23,6 +23,7 @@ import pytest
 from kvslot.api.wire import errors
 from kvslot.api.wire.messages import Allocate, Error, Evict, Hello, Ping, Pong
 
+from ..admin.http import Client
 from ..tools.daemon import configuration, running
 from ..tools.wire import Wire, tokens
 from .actors import child, cpu_seconds, empty, events, stay, until
@@ -237,7 +238,7 @@ def test_S63_who_may_connect(folder: Path) -> None:
 
 @pytest.mark.parametrize("limit", [64, 128])
 def test_S61_out_of_descriptors(limit: int) -> None:
-    """Who comes beyond what descriptors allow is told BUSY; sessions go on, the log is quiet, it mends by itself."""
+    """Who comes beyond what descriptors allow is told BUSY; sessions and scrapes go on, the log is quiet, it mends."""
     lower = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
     with ExitStack() as stack:
         daemon = stack.enter_context(running(sessions_max=64, first=lower))
@@ -266,6 +267,8 @@ def test_S61_out_of_descriptors(limit: int) -> None:
         assert cpu_seconds(daemon.pid) - began < 0.3, "spins"
         for n in range(50):
             assert isinstance(client.call(Ping), Pong), n
+        with Client(daemon.socket.with_name("admin.sock")) as scraper:
+            assert b"kvslot_sessions" in scraper.get("/metrics").body
         for wire in crowd:
             if wire.welcome is not None:
                 wire.bye()
