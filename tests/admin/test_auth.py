@@ -243,7 +243,7 @@ def test_the_api_can_be_switched_off() -> None:
 
 
 def test_a_socket_of_another_daemon_is_left_alone() -> None:
-    """S59: of two daemons in one folder the second has no API, and says so; asked for one by name, it does not start."""
+    """S59: of two daemons in a folder the second has no API, and says so; asked for one by name, it does not start."""
     with running() as first:
         admin = first.socket.with_name("admin.sock")
         with running(socket=first.socket.with_name("t")) as second:

@@ -141,8 +141,7 @@ GARBAGE = [
     b"POST /v1/acts/evict HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
     b"POST /v1/acts/evict HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST /v1/acts/evict HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFFF\r\n",
-    b"POST /v1/acts/evict HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    b"2\r\n{}\r\n0\r\n\r\n",
+    b"POST /v1/acts/audit HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n\r\n" + b"x" * 5000,
     b"CONNECT evil.example:80 HTTP/1.1\r\nHost: evil.example:80\r\n\r\n", b"GET http://evil.example/ HTTP/1.1\r\n\r\n",
     b"GET /%ff%fe%00 HTTP/1.1\r\n\r\n", b"GET //v1//stats HTTP/1.1\r\n\r\n", b"GET /../../etc/passwd HTTP/1.1\r\n\r\n",
