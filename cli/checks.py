@@ -681,7 +681,8 @@ def log(p: Picture) -> list[Finding]:
         return [
             _finding(
                 "log", "note", "", f"{_common.several(lost, 'line')} of the log found no taker",
-                "who reads its standard error is gone, or does not keep up", "look at journald: its limits and its disk",
+                "who reads its standard error is gone, or does not keep up",
+                "look at journald: its limits and its disk",
             )
         ]  # fmt: skip
     return [
