@@ -7,16 +7,21 @@ in two ways.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvslot.allocator import Pool as Core
 from kvslot.api.admin import metrics
 from kvslot.daemon import inspection
+from kvslot.daemon.identity import OTHERS
 
 if TYPE_CHECKING:
+    from kvslot.daemon.identity import Tenant
     from kvslot.daemon.server import Server
+
+TENANTS_MOST: Final = 256
+"""Told of, in the order of the configuration."""
 
 
 class Scraped:
@@ -45,9 +50,25 @@ class Scraped:
                 "sessions": sessions,
                 "stalled": stalled,
                 "requests": requests,
+                "denied": server.identity.denied,
+                "privileged": server.identity.privileged,
+                "tenants": [
+                    {
+                        "tenant": each.rules.name,
+                        "sessions": each.sessions,
+                        "sessions_max": each.rules.sessions,
+                        "refused": dict(each.refused),
+                    }
+                    for each in self._tenants()
+                ],
             },
             metrics.Daemon,
         )
+
+    def _tenants(self) -> list[Tenant]:
+        """Those that are configured, up to so many: each is a few series."""
+        identity = self._server.identity
+        return identity.tenants[:TENANTS_MOST] if identity.limited else []
 
     async def steps(self) -> Sequence[metrics.Step]:
         """Of the data path."""
@@ -72,6 +93,7 @@ class Scraped:
                 {"reason": str(reason), "count": count} for reason, count in server.totals.later[name].items()
             ],
             never=server.totals.never[name],
+            accounts=[_account(hosted.core, each) for each in self._tenants()],
             compaction={**msgspec.structs.asdict(compactor.status()), **compactor.gap_totals()._asdict()},
         )
         return msgspec.convert(row, metrics.Pool)
@@ -83,6 +105,17 @@ def waits(core: Core, now: float) -> tuple[Mapping[str, int], float]:
     queues = {"growth": admission.growth, "new": admission.waiting, "commit": admission.awaiting}
     began = [next(iter(each.values())).created for each in queues.values() if each]
     return {kind: len(each) for kind, each in queues.items()}, max(0.0, now - min(began, default=now))
+
+
+def _account(core: Core, tenant: Tenant) -> dict[str, Any]:
+    name = tenant.rules.name
+    account = core.everyone if name == OTHERS else core.accounts.get(name)
+    return {
+        "tenant": name,
+        "charged": account.charged if account is not None else 0,
+        "unwritten": account.unwritten if account is not None else 0,
+        "slots_max": tenant.rules.slots,
+    }
 
 
 def _row(kind: str, view: inspection.View, pool: str) -> dict[str, Any]:

@@ -105,7 +105,28 @@ class Daemon(Figures, frozen=True, kw_only=True):
     collection_seconds: float
     collection_seconds_max: float
     cycles_found: int
+    denied: int
+    privileged: int
+    tenants: Sequence[Tenant]
     checks: Mapping[str, bool] = {}  # of /healthz, by name
+
+
+class Tenant(Figures, frozen=True, kw_only=True):
+    """A tenant that is configured: sessions, and how often a quota turned it away."""
+
+    tenant: str
+    sessions: int
+    sessions_max: int  # 0: any
+    refused: Mapping[str, int]  # by quota
+
+
+class Account(Figures, frozen=True, kw_only=True):
+    """What such a tenant holds of a pool, in slots."""
+
+    tenant: str
+    charged: int
+    unwritten: int
+    slots_max: int  # 0: all
 
 
 class Step(Figures, frozen=True, kw_only=True):
@@ -199,6 +220,7 @@ class Pool(Figures, frozen=True, kw_only=True):
     late_completions: int
     later: Sequence[Later]
     never: int
+    accounts: Sequence[Account]
     compaction: Compaction
 
 
@@ -244,6 +266,8 @@ DAEMON_COUNTERS: Final = (
     Plain("sessions_gone", "Sessions of which nothing is left.", "sessions_gone"),
     Plain("sessions_stalled", "Times that a session was found to be stalled.", "sessions_stalled"),
     Plain("frames", "Frames received from sessions.", "frames"),
+    Plain("denied", "Acts refused to somebody for who that is.", "denied"),
+    Plain("privileged", "Control verbs carried out.", "privileged"),
     Plain("posted_errors", "Refused requests whose client had asked for no reply.", "posted_errors"),
     Plain("audits", "Recounts of a pool.", "audits"),
     Plain("audit_faults", "Disagreements that recounts found; any is a fault of the daemon.", "audit_faults"),
@@ -353,6 +377,23 @@ def _daemon(daemon: Daemon) -> Iterator[Metric]:
     for row in daemon.refused:
         refused.add_metric((row.verb, row.code), row.count)
     yield refused
+    held = GaugeMetricFamily("kvslot_tenant_sessions", "Sessions of a tenant.", labels=("tenant",))
+    most = GaugeMetricFamily(
+        "kvslot_tenant_sessions_limit", "Its quota of sessions, where it has one.", labels=("tenant",)
+    )
+    turned_away = CounterMetricFamily(
+        "kvslot_tenant_refused",
+        "Requests of a tenant that a quota turned away at the door.",
+        labels=("tenant", "quota"),
+    )
+    for tenant in daemon.tenants:
+        name = _text(tenant.tenant)
+        held.add_metric((name,), tenant.sessions)
+        if tenant.sessions_max:
+            most.add_metric((name,), tenant.sessions_max)
+        for quota, count in tenant.refused.items():
+            turned_away.add_metric((name, quota), count)
+    yield from (held, most, turned_away)
     yield _counters("pushes", "What clients were told unasked.", "kind", daemon.pushes)
     yield _counters("log_events", "Events logged, by level.", "level", daemon.log_events)
 
@@ -388,6 +429,7 @@ def _pools(pools: Sequence[Pool]) -> Iterator[Metric]:
         for row in pool.later:
             later.add_metric((name, row.reason), row.count)
     yield from (runs, waiting, later)
+    yield from _accounts(names, pools)
     compactions = [pool.compaction for pool in pools]
     for each in COMPACTION_GAUGES:
         yield _of_pools(GaugeMetricFamily, "compaction", each, names, compactions)
@@ -412,6 +454,26 @@ def _pools(pools: Sequence[Pool]) -> Iterator[Metric]:
         for word in OUTCOMES:
             moves.add_metric((name, word), getattr(compaction, word))
     yield from (modes, states, moves)
+
+
+def _accounts(names: Sequence[str], pools: Sequence[Pool]) -> Iterator[Metric]:
+    # A pool at a time: there may be many tenants, each in many pools.
+    for metric, text, field in (
+        ("tenant_slots", "Slots of a pool that are a tenant's sessions' own.", "charged"),
+        (
+            "tenant_unwritten_slots",
+            "Of those, room of running sequences that no token stands in yet.",
+            "unwritten",
+        ),
+        ("tenant_slots_limit", "A tenant's quota of slots of a pool, where it has one.", "slots_max"),
+    ):
+        for name, pool in zip(names, pools, strict=True):
+            family = GaugeMetricFamily(f"kvslot_{metric}", text, labels=("pool", "tenant"))
+            for account in pool.accounts:
+                value = getattr(account, field)
+                if value or field != "slots_max":
+                    family.add_metric((name, _text(account.tenant)), value)
+            yield family
 
 
 def _steps(steps: Iterable[Step]) -> Iterator[Metric]:

@@ -25,6 +25,7 @@ def daemon() -> metrics.Daemon:
         refused=[metrics.Refused(verb="Allocate", code="NotFound", count=1)],
         pushes={"ready": 1},
         log_events={"info": 5},
+        tenants=[metrics.Tenant(tenant="t", sessions=1, sessions_max=2, refused={"sessions": 1})],
         checks={"device": True},
     )
 
@@ -37,6 +38,7 @@ def pool() -> metrics.Pool:
         usable_run_pct={"1": 100.0, "2": 50.0},
         waiting={"new": 1, "growth": 0, "commit": 0},
         later=[metrics.Later(reason="memory", count=2)],
+        accounts=[metrics.Account(tenant="t", charged=1, unwritten=0, slots_max=5)],
         compaction=_filled(metrics.Compaction, mode="idle", state="settled"),
     )
 

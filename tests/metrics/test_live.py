@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvslot.api.client.control import Control
+from kvslot.api.wire import VERSION, messages
 
 from ..faults.actors import Child, child
 from ..faults.engines import engine
 from ..tools.daemon import Running, running
+from ..tools.wire import Wire, tokens
 from .scraping import Scrape, fallen, recount, scrape, until_still
 
 
@@ -106,17 +108,45 @@ def test_under_load_no_counter_falls_and_every_gauge_is_what_a_recount_finds() -
 
 def test_a_recount_that_differs_is_found() -> None:
     """The comparison itself can fail: a scrape from before a change is not what a recount after it finds."""
-    from ..tools.wire import Wire, tokens
-
     with running() as daemon, Control(str(daemon.socket)) as control:
         before, counted = until_still(daemon.socket, control, "default")
         compare(before, counted)
         with Wire(daemon.socket) as wire:
-            from kvslot.api.wire import messages
-
             wire.hello()
             wire.call(messages.Allocate, namespace=wire.namespace, sequence=1, tokens=tokens(5))
             with pytest.raises(AssertionError):
                 compare(before, recount(control, "default"))
             after, counted = until_still(daemon.socket, control, "default")
             compare(after, counted)
+
+
+def test_tenants_are_told_with_what_they_hold_and_which_quota_turned_them_away() -> None:
+    """Of each listed tenant, and of all others together: sessions, slots charged, quotas, refusals at the door."""
+    tenants: list[dict[str, Any]] = [
+        {"name": 'a "b"', "sessions": 1, "slots": 200},
+        {"name": "slow", "requests_per_second": 0.001},
+        {"name": "*"},
+    ]
+    with running(tenant=tenants) as daemon, ExitStack() as stack:
+        wires = [stack.enter_context(Wire(daemon.socket)) for _ in range(4)]
+        for wire, tenant in zip(wires, ('a "b"', "slow", "other", "another"), strict=True):
+            wire.hello(namespace=messages.Namespace(tenant=tenant))
+            wire.call(messages.Allocate, namespace=wire.namespace, sequence=1, tokens=tokens(20))
+        late = wires[1].call(messages.Allocate, namespace=wires[1].namespace, sequence=2, tokens=tokens(20))
+        assert isinstance(late, messages.Later)
+        with Wire(daemon.socket) as refused:
+            again = refused.call(
+                messages.Hello, VERSION, "again", namespace=messages.Namespace(tenant='a "b"')
+            )
+            assert isinstance(again, messages.Error)
+        found = scrape(daemon.socket)
+        with Control(str(daemon.socket)) as control:
+            charged = [each["charged"] for each in control.inspect("sessions")]
+        assert found.of("kvslot_tenant_slots", "tenant") == {
+            'a "b"': charged[0], "slow": charged[1], "*": charged[2] + charged[3],
+        }  # fmt: skip
+        assert found.of("kvslot_tenant_slots_limit", "tenant") == {'a "b"': 200}
+        assert found.of("kvslot_tenant_sessions", "tenant") == {'a "b"': 1, "slow": 1, "*": 2}
+        assert found.of("kvslot_tenant_sessions_limit", "tenant") == {'a "b"': 1}
+        assert found.of("kvslot_tenant_refused_total", "tenant") == {'a "b"': 1, "slow": 1}
+        assert found.of("kvslot_pool_later_total", "reason")["rate"] == 1
