@@ -24,6 +24,7 @@ Where a pool's memory is lost. Definitions (names as in --json):
   hole_tokens            free slots in runs without one whole cell (a cell: 32 slots, or a block if that is smaller).
   scatter_pct            1 - longest free run / free slots: 0 when all free memory is one run.
   extents_per_1k_tokens  pieces that what was handed out since the start lies in, per thousand tokens.
+  lost_hit_tokens        tokens that were found cached since the start, and that whole pages or opaque blocks cut off.
   usable_run_pct         for 1, 2, 4 ... 1024 blocks: of the free slots, the share in runs that long or longer, runs
                          counted in whole cells. 100: any request of that length fits as one run wherever anything is
                          free; 0: none does, though the memory may be there in pieces."""
@@ -94,6 +95,8 @@ def _print(out: Console, row: _control.Row) -> None:
     table.add_row(
         "extents_per_1k_tokens", f"{row['extents_per_1k_tokens']:.1f}", "handed out since the start"
     )
+    if row.get("lost_hit_tokens"):
+        table.add_row("lost_hit_tokens", f"{row['lost_hit_tokens']:,}", "found, and cut off by whole pages")
     out.print(table)
     out.print("usable_run_pct: free memory in runs of at least", style="dim")
     runs = _screen.table("blocks", "share", "", left=("",))

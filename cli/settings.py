@@ -45,6 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
             value = ", ".join(map(str, row["value"])) if isinstance(row["value"], list) else str(row["value"])
             if row["allowed"].startswith("permission bits"):
                 value = f"0o{row['value']:o}"
+            elif isinstance(row["value"], bool):
+                value = value.lower()
+            elif "iB to " in row["allowed"] and isinstance(row["value"], int):
+                value = _screen.size(row["value"])
             table.add_row(
                 row["name"], "*" if row["changeable"] else "", _screen.words(value) or "-", row["allowed"]
             )
