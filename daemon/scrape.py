@@ -50,6 +50,7 @@ class Scraped:
                 "sessions": sessions,
                 "stalled": stalled,
                 "requests": requests,
+                "checks": {each.name: each.ok for each in server.health.checks()},
                 "denied": server.identity.denied,
                 "privileged": server.identity.privileged,
                 "tenants": [

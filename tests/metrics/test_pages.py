@@ -35,3 +35,14 @@ def served() -> dict[str, tuple[str, frozenset[str], str]]:
 def test_the_page_has_every_metric_and_no_other() -> None:
     """Name, type, labels and text of docs/metrics.md are those that a scrape gives."""
     assert told() == served()
+
+
+def test_other_pages_name_metrics_that_there_are() -> None:
+    """Whatever a page calls a metric is one, a histogram's parts included."""
+    known = set(served())
+    for name, (kind, _, _) in served().items():
+        if kind == "histogram":
+            known |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        for name in re.findall(r"`(kvslot_[a-z_]+)[`{\[]", path.read_text(encoding="utf-8")):
+            assert name in known, f"{path.name}: {name}"
