@@ -114,11 +114,16 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         print(
             f"\nThere is no {program} in {root} yet: a virtual environment there, with this package, has one."
         )
-    if program[1:].startswith(tuple(f"{each}/" for each in HIDDEN)):
-        print(
-            f"\nThe daemon will not find {program}: the unit's sandbox hides what is in /{program.split('/')[1]}.  "
-            "Put the environment elsewhere, say at /opt/kvslot."
-        )
+    beside = _program() == program
+    for each in (
+        program,
+        sys.base_prefix if beside else "",
+    ):  # an environment leans on the Python that made it
+        if f"{each[1:]}/".startswith(tuple(f"{hidden}/" for hidden in HIDDEN)):
+            print(
+                f"\nThe daemon will not find {each}: the unit's sandbox hides what is in /{each.split('/')[1]}.  Make an "
+                "environment elsewhere, say at /opt/kvslot, with the system's own Python."
+            )
     told = "" if root == Path("/") else f" --root={root}"
     print(
         "\nThen, as root:\n"
