@@ -59,12 +59,10 @@ class Restored(NamedTuple):
     """What came of it."""
 
     roots: dict[int, int]  # number of a namespace -> its root
-    sessions: dict[
-        int, Session
-    ]  # by holder: those for whom something is set aside, or who may read what is cached
-    everybody: (
-        Session | None
-    )  # holds what is cached, and what nobody in particular may use; None: nothing is held
+    sessions: dict[int, Session]
+    """By holder."""
+    everybody: Session | None
+    """Holds what is cached, and what nobody in particular may use."""
     nodes: int
     tokens: int  # cached again
     aside: int  # slots
@@ -83,7 +81,8 @@ def restore(
 
     `free`: slots that may be handed out.  `holders`: who may still use slots, with those that only they may; what
     else is neither free nor cached is set aside for all of them together.  `groups`: holders of one engine each, whose
-    slots come back when all of them are gone.
+    slots come back when all of them are gone.  Who of all these is gone already is for the caller to say (`gone`), and
+    `sweep` then gives back what they had, as it does with that of others.
     """
     if pool.sessions or pool.roots or pool.tree.nodes:
         raise OutOfTurn("only a new pool can be filled with what an earlier one held")
@@ -115,19 +114,10 @@ def restore(
             group.members.append(sessions[number])
     left = np.flatnonzero(aside).astype(np.int32)
     everybody = None
-    if sessions and (leaves or len(left)):
+    if leaves or len(left):
         everybody = _lost(pool, account, left)
         everybody.kept = leaves
         leaves.reverse()  # they are released from the end: what was published first is the oldest
-    else:
-        # Nobody is left who could use any of it.
-        for node in leaves:
-            pool.tick += 1
-            pool.tree.unhold(node, pool.tick)
-        if len(left):
-            for slot, length in _runs(left):
-                pool.ledger.shift(slot, length, QUARANTINED, FREE)
-                pool.runs.give(slot, length)
     return Restored(
         roots, sessions, everybody, pool.tree.nodes - len(roots), counts[CACHED], counts[QUARANTINED], left
     )

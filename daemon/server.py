@@ -68,6 +68,7 @@ from kvslot.daemon.logs import asked, limited, sparing
 from kvslot.daemon.membership import Member, Peer, ended, peer_of
 from kvslot.daemon.pools import HostedPool
 from kvslot.daemon.recorder import Recorders
+from kvslot.daemon.scrub import Scrubber
 from kvslot.daemon.service import Service
 from kvslot.daemon.totals import Totals
 from kvslot.daemon.verbs import POSTED, REFUSALS, TABLE, Permission, Row
@@ -155,6 +156,8 @@ class Server:
         self.identity = Identity(settings)
         for pool in pools:
             pool.limit(settings.tenants)
+            if pool.core.scrubs:
+                pool.scrubber = Scrubber(pool, loop, self.deliver)
         self._counts = self.latency.counts
         self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -322,7 +325,9 @@ class Server:
         now = time.monotonic()
         for hosted in self.pools.values():
             pool = hosted.core
-            low = pool.runs.cells_free < pool.headroom
+            if hosted.scrubber is not None:
+                hosted.scrubber.poke()
+            low = pool.runs.cells_free < pool.headroom and not pool.scrubs
             if low or pool.runs.stocked > hosted.gathering:
                 until = until or time.perf_counter_ns() + REPLENISH_NS
                 while (low and pool.replenish(now)) or pool.tidy(hosted.gathering):
@@ -617,8 +622,9 @@ class Server:
         )
 
     def numbers_from(self, number: int) -> None:
-        """Sessions up to that number were of earlier boots."""
+        """Sessions up to that number were of earlier boots; what those left that are gone is swept."""
         self._numbers = max(self._numbers, number)
+        self._start_sweep()
 
     def adopt(self, member: Member) -> None:
         """A session of an earlier boot, which may still use what it held then."""
@@ -810,6 +816,8 @@ class Server:
         for hosted in self.pools.values():
             self.deliver(hosted, now)
             hosted.close_idle_spaces()
+            if hosted.scrubber is not None:
+                hosted.scrubber.poke()
             self.compactors[hosted.name].upkeep(now)
             if hosted.fencing:
                 self._start_ticking()
@@ -937,6 +945,8 @@ class Server:
         for compactor in self.compactors.values():
             compactor.close()
         for hosted in self.pools.values():
+            if hosted.scrubber is not None:
+                hosted.scrubber.close()
             hosted.device.close()
 
     def failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

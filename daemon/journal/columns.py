@@ -87,6 +87,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     padding: int
     unit: int
     fingerprint: str  # of the layout
+    scrubs: bool  # whether what is free has been wiped
     size_bytes: int  # of the pool's memory
     inode: int  # of the pool's memory
     generation: int  # ... as clients are told of it

@@ -27,11 +27,13 @@ HANDLE_BITS: Final = 42
 
 
 class Takeover(NamedTuple):
-    """What was taken over."""
+    """What was taken over; sessions that have ended are swept by the next calls of the core's `sweep`."""
 
     writer: Writer
     restored: Restored
     found: Found
+    everybody: Core | None
+    """Holds what is cached until all of then are gone; None: they are."""
     living: list[Session]
     """Sessions of then whose processes may live."""
     gone: list[Session]
@@ -49,22 +51,25 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     groups: dict[int, list[int]] = {}
     for each in found.sessions:
         groups.setdefault(each.group or each.number, []).append(each.number)
-    free = found.free
     holders = {}
     for members in groups.values():
         used = {number: found.private.get(number) for number in members}
         held = any(known[number].holds or used[number] is not None for number in members)
         for number, slots in used.items():
-            if held and alive.intersection(members):
+            if slots is not None or (held and alive.intersection(members)):
                 holders[number] = slots if slots is not None else np.zeros(0, np.int32)
-            elif slots is not None:
-                free[slots] = True  # nothing that could touch them is left
-    engines = [members for members in groups.values() if len(members) > 1 and members[0] in holders]
-    restored = restore(pool, free, found.stretches, found.spaces, holders, engines)
+    engines = [
+        [each for each in members if each in holders] for members in groups.values() if len(members) > 1
+    ]
+    restored = restore(pool, found.free, found.stretches, found.spaces, holders, engines)
     for number, session in restored.sessions.items():
         session.mark = number
         if number not in alive:
-            pool.gone(session)  # its slots wait for the others of its engine
+            pool.gone(session)  # where others of its engine live its slots wait for them
+    everybody = restored.everybody
+    if everybody is not None and not alive.intersection(holders):
+        pool.gone(everybody)
+        everybody = None
     _settle(columns, pool, restored)
     # Handles of an earlier life (pins, tickets) are none of this one's.
     columns.words[LIVES] = lives_before = columns.words[LIVES] + 1
@@ -73,15 +78,15 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     writer.go_on(found, restored.roots)
     pool.ledger.journal = writer.shift
     pool.ledger.recorder = writer
-    return Takeover(writer, restored, found, living, [each for each in found.sessions if each not in living])
+    gone = [each for each in found.sessions if each not in living]
+    return Takeover(writer, restored, found, everybody, living, gone)
 
 
 def _settle(columns: Columns, pool: Pool, restored: Restored) -> None:
     """The columns say what the pool is now."""
     owner = np.frombuffer(columns.owner, np.uint64)
     state = np.frombuffer(columns.state, np.uint8)
-    if restored.everybody is not None:
-        owner[restored.left] = HELD
+    owner[restored.left] = HELD
     new = np.full(pool.slots, QUARANTINED, np.uint8)
     new[: pool.padding] = PADDING
     for start, length in pool.runs.length_at.items():

@@ -215,7 +215,7 @@ class Warm:
         pool = hosted.device.descriptor
         head = Head(
             pool=name, slots=core.slots, block_size=core.block_size, padding=core.padding, unit=core.unit,
-            fingerprint=hosted.layout.fingerprint, size_bytes=hosted.description.size_bytes,
+            fingerprint=hosted.layout.fingerprint, scrubs=core.scrubs, size_bytes=hosted.description.size_bytes,
             inode=os.fstat(pool).st_ino, generation=hosted.description.generation, boot=self.boot,
         )  # fmt: skip
         core.ledger.journal = None
@@ -234,7 +234,7 @@ class Warm:
         os.close(journal)
         hosted.states = takeover.writer.view
         hosted.journal = journaled = Journaled(self, hosted, takeover.writer)
-        journaled.everybody = takeover.restored.everybody
+        journaled.everybody = takeover.everybody
         for root in core.roots:
             hosted.users.setdefault(root, 0)
         for each in takeover.gone:
@@ -412,6 +412,8 @@ def _difference(head: Head, layout: Layout, config: PoolConfig) -> str:
         "unit": config.block_size if config.opaque else 1,
         "fingerprint": layout.fingerprint,
     }
+    if config.scrubs and not head.scrubs:
+        return "what is free was not wiped then, and is to be now"
     for name, is_ in now.items():
         was = getattr(head, name)
         if was != is_:

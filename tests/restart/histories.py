@@ -309,7 +309,7 @@ class History:
         del self.alive[number]
         self.writer.session_closed(number)
         if self.takeover is not None and not (self.takeover.restored.sessions.keys() & self.alive.keys()):
-            everybody = self.takeover.restored.everybody
+            everybody = self.takeover.everybody
             if everybody is not None and everybody.life == Life.LOST:
                 self.pool.gone(everybody)
                 while not self.pool.sweep():
@@ -320,7 +320,7 @@ class History:
     def held(self) -> dict[int, frozenset[int]]:
         """By session: slots that its engine may still read or write."""
         out: dict[int, frozenset[int]] = {}
-        everybody = self.takeover.restored.everybody if self.takeover is not None else None
+        everybody = self.takeover.everybody if self.takeover is not None else None
         common: set[int] = set()
         if everybody is not None and everybody.life == Life.LOST:
             common = self._of(everybody)

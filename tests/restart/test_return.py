@@ -137,6 +137,30 @@ def test_a_dead_engine_holds_nothing_after_the_next_start() -> None:
         assert [name for name in daemon.manager.stored if name.startswith("session")] == []
 
 
+def test_what_the_dead_had_is_wiped_before_it_is_free() -> None:
+    """Where freed slots are wiped, those of engines that died with their daemon are, too."""
+
+    def work(tell: object) -> None:
+        client = Client(str(path))
+        sequence = client.admit(list(range(500, 600)))
+        slots = slot_indices(sequence)
+        for name in client.pool.planes:
+            client.pool.plane(name)[slots] = 7
+        tell(slots.tolist())  # type: ignore[operator]
+
+    with kept([{"blocks": 33, "scrub": True}]) as daemon:
+        path = daemon.socket
+        with child(work) as engine:
+            slots = engine.heard()
+            os.kill(daemon.manager.pid, signal.SIGSTOP)
+            engine.kill()
+            daemon.manager.kill()
+        with Client(str(daemon.socket)) as client, Wire(daemon.socket) as control:
+            until(lambda: rows(control, "pools")[0]["free"] == 32 * 16, 10.0, "its slots are not free")
+            for name in client.pool.planes:
+                assert not client.pool.plane(name)[slots].any()
+
+
 def test_a_restart_in_good_order_keeps_the_cache() -> None:
     """Over `systemctl restart` what is cached stays, as over a crash."""
     with kept([{"blocks": 33}]) as daemon:
