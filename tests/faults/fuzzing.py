@@ -196,7 +196,7 @@ def _requests(rng: random.Random) -> list[list[Any]]:
         [34, number],
         [38, number, rng.choice(["start", "start", "fetch", "stop", "x"]), "", rng.random() < 0.5],
         [1, number, VERSION, "again"],
-        [1, number, VERSION, "x", "", ["t", "m", "", rng.choice("abc")], "", 1, "", -1, False, rng.random() < 0.3,
+        [1, number, VERSION, "x", "", ["t", "m", "", rng.choice("abc")], "", 1, "", -1, False, rng.random() < 0.2,
          0, 0, 0, 0, b""],
         [1, number, VERSION, "x", "default", ["", "", "", ""], "", 16, "peel", 3, True, False,
          100, 7, rng.randrange(9), 0, b"x" * 16],
@@ -293,11 +293,12 @@ class Stranger:
         self.sock.connect(str(path))
         self.reader = Reader(1 << 28)
         self.replies = 0
-        self.settled = False
+        self.settled = self.welcomed = False
         self.session = hello
         if hello:
             self.sock.sendall(encode(messages.Hello(1, VERSION, f"fuzz{rng.randrange(99)}", map=False)))
             self.settle(1)
+            self.session = self.welcomed  # there may be no more sessions for a process that has lost so many
 
     def send(self, data: bytes) -> bool:
         """False once the daemon has closed the connection."""
@@ -321,6 +322,7 @@ class Stranger:
         for body in self.reader.feed(data):
             reply = decode_outgoing(body)  # whatever it was, the answer is in order
             self.replies += 1
+            self.welcomed |= isinstance(reply, messages.Welcome)
             self.settled |= isinstance(reply, messages.Pong) and reply.id == LAST
         return True
 
