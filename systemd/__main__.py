@@ -121,8 +121,8 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
     ):  # an environment leans on the Python that made it
         if f"{each[1:]}/".startswith(tuple(f"{hidden}/" for hidden in HIDDEN)):
             print(
-                f"\nThe daemon will not find {each}: the unit's sandbox hides what is in /{each.split('/')[1]}.  Make an "
-                "environment elsewhere, say at /opt/kvslot, with the system's own Python."
+                f"\nThe daemon will not find {each}: the unit's sandbox hides what is in /{each.split('/')[1]}.  "
+                "Make an environment elsewhere, say at /opt/kvslot, with the system's own Python."
             )
     told = "" if root == Path("/") else f" --root={root}"
     print(
