@@ -76,6 +76,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def age(seconds: float) -> str:
+    """One unit, where there is little room: 45 s, 12 min, 3 h, 5 d."""
+    for unit, whole in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= whole:
+            return f"{int(seconds // whole)} {unit}"
+    return f"{int(seconds)} s"
+
+
 def size(count: float) -> str:
     """Bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):

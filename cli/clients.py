@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 Who is connected and what each holds, the largest holder first. `own` slots are private to it and count against its
 quota; what it has published is everybody's. `fenced` ones were given back and wait for a step of its device. `steps`
-are completed / submitted. Notes: `stalled` (steps submitted and none completes), `lost` (the connection ended, the
-process may live: its slots are set aside until it is gone), `owes n` (it was asked to give n sequences up),
-`unread` (bytes of answers it has not fetched), `posted refused` (of the frees and trims that it asked no reply to),
-`follows` (it said movable, and its steps show that it uses new places in time: what it reads may be moved), `movable`
-(it said so, and is not relied upon now: no step for two seconds, or too many old places not let go of), `old places`
-(slots that were moved, and wait for its steps)."""
+are completed / submitted. Notes: `stalled` (steps submitted and none completes, for so long), `lost` (the connection
+ended so long ago, the process may live: its slots are set aside until it is gone), `owes n` (it was asked to give n
+sequences up), `unread` (bytes of answers it has not fetched), `posted refused` (of the frees and trims that it asked
+no reply to), `follows` (it said movable, and its steps show that it uses new places in time: what it reads may be
+moved), `movable` (it said so, and is not relied upon now: no step for two seconds, or too many old places not let go
+of), `old places` (slots that were moved, and wait for its steps)."""
 
 EXAMPLES: Final = """\
   kvslotctl clients
@@ -90,10 +90,10 @@ def notes(row: _control.Row) -> str:
     notes = []
     if row["state"] != "live":
         lost = row.get("lost_s", 0.0)
-        notes.append(f"{row['state']} for {_screen.duration(lost)}" if lost >= 1 else row["state"])
+        notes.append(f"{row['state']} {_screen.age(lost)}" if lost >= 1 else row["state"])
     if row["stalled"]:
         behind = row.get("behind_s", 0.0)
-        notes.append(f"stalled for {_screen.duration(behind)}" if behind >= 1 else "stalled")
+        notes.append(f"stalled {_screen.age(behind)}" if behind >= 1 else "stalled")
     if row["owes"]:
         notes.append(f"owes {row['owes']}")
     if row["pins"]:

@@ -275,7 +275,8 @@ def _session(view: View, member: MemberView) -> Row:
         "submitted": session.submitted,
         "completed": session.completed,
         "behind_s": max(0.0, view.now - member.progressed) if session.completed < session.submitted else 0.0,
-        "lost_s": max(0.0, view.now - member.lost_at) if member.state != "live" and member.lost_at else 0.0,
+        # One of a boot before this one is lost from this one's start on.
+        "lost_s": max(0.0, view.now - (member.lost_at or member.since)) if member.state != "live" else 0.0,
         "owes": len(session.owes),
         "group": len(session.group.members) if session.group else 1,
         "movable": session.movable,

@@ -219,7 +219,7 @@ def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: S
     view.members[0].posted_errors = 2
     with served(tmp_path / "k.sock", view) as daemon:
         daemon.limit = 1
-        out = show("clients")
+        out = show("clients", width=200)
         assert [int(each) for each in re.findall(r"^ *(\d+) ", out, re.MULTILINE)] == [2, 1]
         assert "stalled" in out
         assert "lost" in out
