@@ -8,6 +8,7 @@ One daemon, its pool filled over with chats until it evicts, and on it one after
     open        8 clients on a timetable of 10,000 operations a second
     saturated   8 clients, each sending the next operation as soon as the last was answered
     record      the same with and without a recording of it, by turns
+    page        8 clients on the timetable, with and without somebody at the live page and a scraper, by turns
     large       7 clients on a timetable, with and without another that allocates 128k tokens
     batch       8 clients, 16 operations a frame
     death       another daemon: 1,000,000 nodes, of which a client that holds 200,000 is killed
@@ -66,7 +67,7 @@ from kvslot.benchmarks.rig import (
 from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
 from kvslot.benchmarks.traffic import Shape, noise, text, turns
 
-GROUPS: Final = ("one", "python", "append", "open", "saturated", "record", "large", "batch", "death")
+GROUPS: Final = ("one", "python", "append", "open", "saturated", "record", "page", "large", "batch", "death")
 """In the order they run; the later ones leave the pool more broken up than chats do."""
 CLIENTS: Final = 8
 OPEN_RATE: Final = 10_000.0
@@ -86,6 +87,8 @@ OTHERS: Final = CLIENTS - 1
 DEATH_WATCH_S: Final = 2.5
 WATCH_EVERY_S: Final = 0.01
 RECORDER_START_S: Final = 30.0
+VIEWER_SETTLES_S: Final = 0.5
+"""After its first map, which is a whole one."""
 TURNOVER: Final = 1.15
 """How often the pool is filled over before anything is measured."""
 CHATS: Final = Shape(turns_least=2, turns_most=12, long_share=0.0)
@@ -305,6 +308,76 @@ def measure_record(bench: Bench) -> list[Result]:
             samples=len(taken), note=f"{recorded:,} requests recorded, {lost:,} lost",
         ),
     ]  # fmt: skip
+
+
+def measure_page(bench: Bench) -> list[Result]:
+    """Eight clients on a timetable; in every other round somebody has the live page open, and a scraper scrapes."""
+    size = bench.size
+    without: list[Figures] = []
+    beside: list[Figures] = []
+    answers = failures = 0
+    with Load(
+        bench.tools, bench.daemon.socket, short_players(bench, CLIENTS, OPEN_RATE / CLIENTS), bench.folder
+    ) as load:
+        load.run(min(size.seconds, 0.3))
+        for index in range(size.large_rounds):
+            for turn in ("wp", "pw")[index & 1]:
+                with ExitStack() as stack:
+                    viewer = stack.enter_context(_Viewer(bench)) if turn == "p" else None
+                    time.sleep(VIEWER_SETTLES_S)
+                    with bench.realtime(bench.daemon.pid, load.pid):
+                        before = cpu_s(bench.daemon.pid)
+                        found = load.run(size.large_seconds)
+                        seen = figures(found, SAMPLED, cpu_s(bench.daemon.pid) - before)
+                    if viewer is not None:
+                        told = viewer.end()
+                        answers += told["answers"]
+                        failures += told["failures"]
+                (without if viewer is None else beside).append(seen)
+    both = Both(beside, without)
+    samples = sum(each.samples for each in beside)
+    return [
+        row("page_p99", both.ratio("p99"), samples, both.spread("p99")),
+        result(
+            "page_p50_ratio", both.ratio("p50"), unit="x", ratio_to="without the page",
+            what="8 clients, 10k/s, page open: median", samples=samples, note=both.spread("p50"),
+        ),
+        us("page_us_p99", "8 clients, 10k/s, page open: 99th percentile", middle(beside, "p99"), samples),
+        us("page_without_us_p99", "... and without", middle(without, "p99"), samples),
+        us("page_us_p999", "8 clients, 10k/s, page open: 99.9th percentile", middle(beside, "p999"), samples),
+        us("page_without_us_p999", "... and without", middle(without, "p999"), samples),
+        result(
+            "page_failures", float(failures), unit="", what="answers to the page that were none",
+            samples=answers,
+        ),
+    ]  # fmt: skip
+
+
+class _Viewer:
+    """Somebody at the page, and a scraper, beside a round."""
+
+    def __init__(self, bench: Bench) -> None:
+        admin = bench.daemon.socket.with_name("admin.sock")
+        words = ["kvslot.benchmarks.viewer", str(admin), "5"]
+        self.process = subprocess.Popen([sys.executable, "-Im", *words], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "begun\n":
+            raise RuntimeError(f"the viewer did not begin ({self.process.wait()})")
+
+    def end(self) -> dict[str, int]:
+        """Ends it; what it had."""
+        self.process.terminate()
+        said, _ = self.process.communicate(timeout=RECORDER_START_S)
+        told: dict[str, int] = json.loads(said)
+        return told
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
 
 
 class _Recorder:
@@ -779,6 +852,7 @@ def _on_one_daemon(
         "open": measure_open,
         "saturated": measure_saturated,
         "record": measure_record,
+        "page": measure_page,
         "batch": measure_batch,
         "python": measure_python,
         "append": measure_append,

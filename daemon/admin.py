@@ -80,7 +80,7 @@ class Views:
         self._server = server
         self._health = server.health
         self._ring = ring
-        self.maps = BlockMaps(SLICE_NS)
+        self.maps = BlockMaps()
         self._counts: dict[str, tuple[int, int]] = {}  # by verb, at the last tick
         self._classes: dict[str, list[int]] = {}
 

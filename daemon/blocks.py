@@ -4,7 +4,10 @@
                         chunk by chunk: only where the copy differs          └─► version of its chunk
 
 A map is kept while somebody asks for it, and brought up to date when asked for: a chunk that is as it was costs one
-comparison of memory.  A whole pool is gone through in slices, so a map is a picture taken over some milliseconds.
+comparison of memory, one that has changed ten times that.  A new map is made in slices with pauses between, in half a
+second for a million blocks, and the others have the loop most of it.  From then on a look has a share of the time since
+the last one, and goes on where that ended: a large pool of which all changes is followed over some seconds, and no
+engine notices who looks on.
 """
 
 from __future__ import annotations
@@ -25,6 +28,12 @@ STATES: Final = 8
 CHUNK_SLOTS: Final = 1 << 14
 """Looked at in one go: a tenth of a millisecond where something has changed."""
 KEPT_SECONDS: Final = 60.0
+SLICE_NS: Final = 100_000
+PAUSE_SECONDS: Final = 0.0005
+"""Between two slices."""
+SHARE: Final = 0.006
+LONGEST: Final = 2.0
+"""Seconds since the last look that count."""
 HEAD: Final = np.dtype([("start", "<u4"), ("length", "<u4")])
 """Before the bytes of each stretch of a map of changes: first block, and how many."""
 
@@ -34,14 +43,21 @@ Bytes = npt.NDArray[np.uint8]
 class _Map:
     """One pool's."""
 
-    def __init__(self, hosted: HostedPool) -> None:
+    def __init__(self, hosted: HostedPool, now: float) -> None:
         self.size = hosted.core.block_size
         self.blocks = hosted.core.config.blocks
         self.step = max(1, CHUNK_SLOTS // self.size)  # blocks of a chunk
         self.states: Bytes = np.full(self.blocks * self.size, 255, dtype=np.uint8)  # as last looked at
         self.cells: Bytes = np.full((self.blocks, 2), 255, dtype=np.uint8)  # of no block: all change at first
         self.versions: list[int] = [0] * -(-self.blocks // self.step)
-        self.asked = 0.0
+        self.base = np.arange(self.step, dtype=np.int32)[:, None] * STATES
+        self.fills = np.array(
+            [-(-(self.size - free) * 255 // self.size) for free in range(self.size + 1)], np.uint8
+        )
+        self.at = 0  # the chunk to be looked at next
+        self.made = False  # all have been looked at
+        self.asked = now
+        self.looked = now
         self.lock = asyncio.Lock()
 
     def look(self, chunk: int, now: memoryview, version: int) -> bool:
@@ -53,13 +69,14 @@ class _Map:
         if np.array_equal(fresh, kept):
             return False
         kept[:] = fresh
-        table = kept.reshape(-1, self.size)
-        counts = np.stack([np.count_nonzero(table == state, axis=1) for state in range(STATES)])
-        cells = np.empty((last - first, 2), dtype=np.uint8)
+        blocks = last - first
+        index = kept.reshape(blocks, self.size) + self.base[:blocks]
+        counts = np.bincount(index.ravel(), minlength=blocks * STATES).reshape(blocks, STATES)
+        cells = np.empty((blocks, 2), dtype=np.uint8)
+        cells[:, 1] = self.fills[counts[:, 0]]
         # Of what is not free, most: a block with one private slot is no free block to look at.
-        taken = counts[1:]
-        cells[:, 0] = np.where(taken.any(axis=0), taken.argmax(axis=0) + 1, 0)
-        cells[:, 1] = -(-(self.size - counts[0]) * 255 // self.size)
+        counts[:, 0] = 0
+        cells[:, 0] = counts.argmax(axis=1)
         if np.array_equal(cells, self.cells[first:last]):
             return False
         self.cells[first:last] = cells
@@ -70,8 +87,9 @@ class _Map:
 class BlockMaps:
     """The maps that are asked for."""
 
-    def __init__(self, slice_ns: int) -> None:
-        self._slice_ns = slice_ns
+    def __init__(self, share: float = SHARE) -> None:
+        """`share`: of the time, for keeping one map up to date."""
+        self._share = share
         self._maps: dict[str, _Map] = {}
         # Rises over restarts, so that nobody takes a map of before for one of now.
         self._sequence = int(time.time() * 1000)
@@ -84,11 +102,12 @@ class BlockMaps:
 
     async def read(self, hosted: HostedPool, since: int) -> BlockMap:
         """The whole map, or with `since`, a sequence that it had, the stretches of blocks that have changed."""
+        now = asyncio.get_running_loop().time()
         found = self._maps.get(hosted.name)
         if found is None:
-            found = self._maps[hosted.name] = _Map(hosted)
+            found = self._maps[hosted.name] = _Map(hosted, now)
             since = -1
-        found.asked = asyncio.get_running_loop().time()
+        found.asked = now
         async with found.lock:
             await self._update(found, hosted)
             whole = not self._first <= since <= self._sequence
@@ -101,12 +120,24 @@ class BlockMaps:
     async def _update(self, found: _Map, hosted: HostedPool) -> None:
         version = self._sequence + 1
         changed = False
-        until = time.perf_counter_ns() + self._slice_ns
-        for chunk in range(len(found.versions)):
-            changed |= found.look(chunk, hosted.states, version)
-            if time.perf_counter_ns() >= until:
-                await asyncio.sleep(0)
-                until = time.perf_counter_ns() + self._slice_ns
+        clock = time.perf_counter_ns
+        now = asyncio.get_running_loop().time()
+        left = int(min(now - found.looked, LONGEST) * self._share * 1e9)
+        found.looked = now
+        chunks = len(found.versions)
+        until = clock() + SLICE_NS
+        for _ in range(chunks):
+            began = clock()
+            changed |= found.look(found.at, hosted.states, version)
+            found.at = (found.at + 1) % chunks
+            found.made = found.made or not found.at
+            ended = clock()
+            left -= ended - began
+            if left < 0 and found.made:
+                break
+            if ended >= until:
+                await asyncio.sleep(PAUSE_SECONDS)
+                until = clock() + SLICE_NS
         if changed:
             self._sequence = max(self._sequence, version)
 

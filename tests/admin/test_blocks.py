@@ -60,7 +60,7 @@ def test_changes_lead_from_any_map_to_the_present_one(size: int) -> None:
 
     async def run() -> None:
         rng = random.Random(size)
-        maps = BlockMaps(10**9)
+        maps = BlockMaps(share=1e6)
         pools = [Hosted("a", 3000, size), Hosted("b", 500, size)]
         known: dict[str, list[tuple[int, bytes]]] = {"a": [], "b": []}
         for _ in range(60):
@@ -89,7 +89,7 @@ def test_numbers_of_another_start_get_a_whole_map() -> None:
 
     async def run() -> None:
         hosted = Hosted("a", 10, 4)
-        maps = BlockMaps(10**9)
+        maps = BlockMaps(share=1e6)
         first = await maps.read(hosted, -1)  # type: ignore[arg-type]
         for since in (0, 5, first.sequence - 10**6, first.sequence + 1, 2**53):
             assert (await maps.read(hosted, since)).whole  # type: ignore[arg-type]
