@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvslot.cli import _common, _control
-from kvslot.cli.record import duration, pool_of, record
+from kvslot.cli.record import GOOD_ENDS, duration, pool_of, record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -176,7 +176,7 @@ def _record(control: Control, arguments: argparse.Namespace, path: Path) -> int:
             f"nothing was asked of pool {pool.name!r} in {load.seconds:.0f} s; record for longer with --for",
             _common.FAILED,
         )
-    if ended not in ("asked", "time"):
+    if ended not in GOOD_ENDS:
         print(f"kvslotctl advise: the daemon ended: {ended}; going by what was recorded", file=sys.stderr)
     return _common.OK
 

@@ -148,7 +148,13 @@ def configuration(p: Picture) -> list[Finding]:
     told: Row = p.effective["settings"]
     found: list[Finding] = []
     live = p.settings
-    differ = [name for name, row in live.items() if name in told and not _same(told[name], row["value"])]
+    # Under a service manager the socket is often made by that, wherever its own unit says.
+    passed = {"socket"} if p.process.get("supervised") else set()
+    differ = [
+        name
+        for name, row in live.items()
+        if name in told and name not in passed and not _same(told[name], row["value"])
+    ]
     for name in differ:
         mode = name.endswith("_mode")
         now, then = (f"0o{each:o}" if mode else each for each in (live[name]["value"], told[name]))
@@ -161,6 +167,7 @@ def configuration(p: Picture) -> list[Finding]:
                 _reload(p) if changeable else f"a restart takes it over: {_restart(p)}",
             )
         )  # fmt: skip
+    found += _pools_differ(p, told)
     names = [pool["pool"] for pool in p.pools]
     then_names = [pool.get("name", "default") for pool in told.get("pools", [])]
     if names != then_names:
@@ -174,6 +181,24 @@ def configuration(p: Picture) -> list[Finding]:
     return found or [
         _ok("configuration", "", "what runs is what the configuration says", "a restart changes nothing")
     ]
+
+
+def _pools_differ(p: Picture, told: Row) -> list[Finding]:
+    """Settings of pools that a restart would change; block sizes have a check of their own."""
+    found: list[Finding] = []
+    then = {each.get("name", "default"): each for each in told.get("pools", [])}
+    for row in p.config:
+        wanted = then.get(row["pool"], {})
+        for name, value in row["settings"].items():
+            if name in wanted and name != "block_size" and not _same(wanted[name], value):
+                found.append(
+                    _finding(
+                        "configuration", "warning", row["pool"],
+                        f"{name} is {_shown(value)} in the pool, and {_shown(wanted[name])} in the configuration",
+                        "pools are as they were made", f"a restart takes it over: {_restart(p)}",
+                    )
+                )  # fmt: skip
+    return found
 
 
 def block_size(p: Picture) -> list[Finding]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import gc
 import re
+import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +39,8 @@ EXAMPLES: Final = """\
   kvslotctl record load.kvs.gz --pool default --requests 5000 --values tokens.gz
 """
 
+GOOD_ENDS: Final = ("asked", "time", "requests")
+"""All others are the daemon's, in its words."""
 POLL_S: Final = 0.1
 WARN_S: Final = 10.0
 """Between two warnings that something was lost."""
@@ -71,6 +74,13 @@ def add(subparsers: _common.Subparsers) -> None:
         "--values", metavar="FILE", help="write the token ids, too: to this file, which only you can read"
     )
     values.complete = shtab.FILE  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--wait",
+        type=duration,
+        default=0.0,
+        metavar="TIME",
+        help="when the daemon ends: how long to wait for it to come back, and then go on (not at all)",
+    )
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     parser.add_argument(
         "--memory",
@@ -132,6 +142,7 @@ def _record(control: Control, arguments: argparse.Namespace) -> int:
                 requests=arguments.requests,
                 memory_bytes=arguments.memory,
                 values=values is not None,
+                wait=arguments.wait,
                 file=file,
                 report=_tell if sys.stderr.isatty() else None,
             )
@@ -141,7 +152,7 @@ def _record(control: Control, arguments: argparse.Namespace) -> int:
                 f"cannot write {error.filename or path}: {error.strerror}; what was written before is good",
                 _common.BAD_INPUT,
             )
-    code = _common.OK if ended in ("asked", "requests", "time") else _common.UNREACHABLE
+    code = _common.OK if ended in GOOD_ENDS else _common.UNREACHABLE
     if not load.requests:
         file.abandon()
         return _control.fail(
@@ -194,12 +205,14 @@ def record(
     requests: int | None = None,
     memory_bytes: int = 1 << 30,
     values: bool = False,
+    wait: float = 0.0,
     file: TraceFile,
     report: Callable[[Recording, float], None] | None = None,
 ) -> tuple[RecordedLoad, str]:
     """Records until told to end: what came of it, and why it ended: "asked", "time", "requests", or the daemon's end.
 
-    `report` is called a few times a second with the recording and the seconds so far.
+    `wait`: seconds that the daemon may take to come back, to go on then.  `report` is called a few times a second with
+    the recording and the seconds so far.
     """
     import msgspec
 
@@ -207,56 +220,116 @@ def record(
     from kvslot.replay import Recording, load_of
 
     recording = Recording(memory_bytes=memory_bytes, values=values)
-    began = told_at = time.monotonic()
-    ended = "asked"
+    key = secrets.token_bytes(32)
+    until = _Until(time.monotonic(), seconds, requests)
     pages: set[int] = set()
-    engines = 0
-    warned, warned_at = 0, began - WARN_S
-    with _interruptible() as interrupted, _uncollected():
-        try:
-            told = control.record("start", pool=pool.name, values=values)
-            recording.begin(told.at, began)
-            file.add(recording.feed(told))
-            while True:
-                now = time.monotonic()
-                if interrupted:
-                    break
-                if seconds is not None and now - began >= seconds:
-                    ended = "time"
-                    break
-                if requests is not None and recording.requests >= requests:
-                    ended = "requests"
-                    break
-                told = control.record("fetch")
+    with _interruptible() as until.interrupted, _uncollected(), ExitStack() as others:
+        while True:
+            try:
+                told = control.record("start", pool=pool.name, values=values, key=key)
+                recording.begin(told.at, time.monotonic())
                 file.add(recording.feed(told))
-                if engines != len(recording.engines):
-                    engines = len(recording.engines)
-                    pages |= {each["page"] for each in control.inspect("sessions", pool=pool.name)}
-                lost = recording.lost_requests + recording.lost_tokens
-                if lost > warned and now - warned_at >= WARN_S:
-                    warned, warned_at = lost, now
-                    print(
-                        f"{_line_clear()}kvslotctl: warning: the recorder cannot keep up: {recording.lost_requests:,} "
-                        f"requests and {recording.lost_tokens:,} tokens are lost so far",
-                        file=sys.stderr,
-                    )
-                if report is not None and now - told_at > TOLD_S:
-                    told_at = now
-                    report(recording, now - began)
-                if not told.more:
-                    left = POLL_S if seconds is None else min(POLL_S, began + seconds - time.monotonic())
-                    time.sleep(max(0.0, left))
-            told = control.record("stop")
-            file.add(recording.feed(told))
-            while told.more:
-                told = control.record("fetch")
+                ended = _follow(control, recording, pool.name, until, pages, file, report)
+                told = control.record("stop")
                 file.add(recording.feed(told))
-        except Disconnected as error:
-            ended = str(error)
-        file.add(recording.end())
+                while told.more:
+                    told = control.record("fetch")
+                    file.add(recording.feed(told))
+            except Disconnected as error:
+                ended = str(error)
+            file.add(recording.end())
+            file.flush()
+            if ended in GOOD_ENDS or (again := _back(control.socket, wait, until)) is None:
+                break
+            control = others.enter_context(again)
         load = load_of(recording, msgspec.structs.replace(pool, pages=sorted(pages)), complete=True)
         file.close(load)
-    return load, ended
+    return load, until.ended or ended
+
+
+class _Until:
+    """When a recording ends."""
+
+    def __init__(self, began: float, seconds: float | None, requests: int | None) -> None:
+        self.began = began
+        self.seconds = seconds
+        self.requests = requests
+        self.interrupted: list[int] = []
+        self.ended = ""
+
+    def over(self, recording: Recording | None = None) -> str:
+        """Why it is over; "" while it is not."""
+        if self.interrupted:
+            self.ended = "asked"
+        elif self.seconds is not None and time.monotonic() - self.began >= self.seconds:
+            self.ended = "time"
+        elif self.requests is not None and recording is not None and recording.requests >= self.requests:
+            self.ended = "requests"
+        return self.ended
+
+    def nap(self, seconds: float) -> None:
+        """Sleeps, no longer than the recording lasts."""
+        if self.seconds is not None:
+            seconds = min(seconds, self.began + self.seconds - time.monotonic())
+        time.sleep(max(0.0, seconds))
+
+
+def _follow(
+    control: Control,
+    recording: Recording,
+    pool: str,
+    until: _Until,
+    pages: set[int],
+    file: TraceFile,
+    report: Callable[[Recording, float], None] | None,
+) -> str:
+    """Fetches what one boot of the daemon tells, until it is over; why."""
+    engines, warned, warned_at, told_at = 0, 0, -WARN_S, time.monotonic()
+    while not (ended := until.over(recording)):
+        now = time.monotonic()
+        told = control.record("fetch")
+        file.add(recording.feed(told))
+        if engines != len(recording.engines):
+            engines = len(recording.engines)
+            pages |= {each["page"] for each in control.inspect("sessions", pool=pool)}
+        lost = recording.lost_requests + recording.lost_tokens
+        if lost > warned and now - warned_at >= WARN_S:
+            warned, warned_at = lost, now
+            print(
+                f"{_line_clear()}kvslotctl: warning: the recorder cannot keep up: {recording.lost_requests:,} "
+                f"requests and {recording.lost_tokens:,} tokens are lost so far",
+                file=sys.stderr,
+            )
+        if report is not None and now - told_at > TOLD_S:
+            told_at = now
+            report(recording, now - until.began)
+        if not told.more:
+            until.nap(POLL_S)
+    return ended
+
+
+def _back(socket: str, wait: float, until: _Until) -> Control | None:
+    """A connection to the daemon that has come back; None where that did not happen in time."""
+    from kvslot.api.client import Control
+    from kvslot.api.wire import Disconnected
+
+    end = time.monotonic() + wait
+    if wait:
+        print(f"{_line_clear()}kvslotctl: the daemon ended; waiting for it to come back", file=sys.stderr)
+    while time.monotonic() < end and not until.over():
+        try:
+            control = Control(socket)
+        except Disconnected:
+            until.nap(POLL_S)
+            continue
+        try:
+            control.ping()
+        except Disconnected:
+            control.close()
+            until.nap(POLL_S)
+            continue
+        return control
+    return None
 
 
 @contextmanager
@@ -315,7 +388,7 @@ def _print(load: RecordedLoad, path: str, values: str, ended: str) -> None:
     from kvslot.cli import _screen
 
     print(_line_clear(), end="", file=sys.stderr, flush=True)
-    if ended not in ("asked", "requests", "time"):
+    if ended not in GOOD_ENDS:
         print(f"the daemon ended: {ended}")
     print(
         f"{path}: {_common.several(load.requests, 'request')} of {_common.several(load.engines, 'engine')} in "

@@ -67,7 +67,7 @@ def healthy() -> Picture:
              "waste_pct": {"1": 0.0, "4": 0.2, "8": 0.4, "16": 0.9, "32": 4.7, "64": 9.0, "128": 18.0}},
         ],
         latency=[{"verb": "Allocate", "all_us_p99": 500.0}],
-        config=[{"pool": "chat", "settings": {"block_size": 16}, "core": {"pin_share": 0.5}}],
+        config=[{"pool": "chat", "settings": {"block_size": 16, "watermark": 0.02}, "core": {"pin_share": 0.5}}],
         audits=[{"pool": "chat", "faults": [], "milliseconds": 3.0}],
         effective={"ok": True, "problems": [], "settings": told},
         machine={"total": 1 << 36, "available": 1 << 35, "shm_total": 1 << 33, "shm_free": 1 << 33},
@@ -151,6 +151,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("configuration", lambda p: not_read(p, "it is another's"), "unknown", "", "as root"),
     ("configuration", lambda p: told(p, drain_seconds=5.0), "note", "20.0 in the daemon, and 5.0", "systemctl reload"),
     ("configuration", lambda p: told(p, sessions_max=9), "warning", "256 in the daemon, and 9", "systemctl restart"),
+    ("configuration", lambda p: told(p, pools=[{"name": "chat", "block_size": 16, "watermark": 0.05}]), "warning",
+     "watermark is 0.02 in the pool, and 0.05", "restart"),
     ("configuration", lambda p: told(p, pools=[]), "warning", "hosts chat, its configuration says none", "restart"),
     ("block_size", lambda p: told(p, pools=[{"name": "chat", "block_size": 32}]), "warning", "16 run", "restart"),
     ("block_size", lambda p: row(p, "pools", block_size=8), "fault", "16 were configured", "report"),
@@ -283,6 +285,16 @@ def test_of_many_alike_a_few_are_named() -> None:
         "session 1", "session 2", "session 3", "", "session 99",
     ]  # fmt: skip
     assert found[3].finding == "37 more for the same reason"
+
+
+def test_a_socket_that_the_manager_made_is_no_difference() -> None:
+    """A unit's socket may lie elsewhere than the daemon's own would: only without a manager that is one."""
+    picture = healthy()
+    picture.settings["socket"] = {"name": "socket", "value": "/run/kvslot/kvslot.sock", "changeable": False}
+    told(picture, socket="/run/kvslot/default/kvslot.sock")
+    assert checks.configuration(picture)[0].verdict == "warning"
+    picture.process["supervised"] = True
+    assert checks.configuration(picture)[0].verdict == "ok"
 
 
 def test_few_sequences_say_nothing_of_lengths() -> None:
