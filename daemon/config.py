@@ -165,6 +165,13 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "every layer has a sliding window, so sequences may forget their front; unset: as the model says",
         ),
     ] = None
+    scrub: Annotated[
+        bool,
+        Rule(
+            "flag",
+            "what was in use is filled with zeros before it is free again; a headroom of 0.02 goes with it",
+        ),
+    ] = False
     huge_pages: Annotated[
         str,
         Rule(
@@ -1076,6 +1083,7 @@ def pool_config(pool: PoolSettings, layout: Layout) -> PoolConfig:
         watermark=pool.watermark,
         headroom=pool.headroom,
         ahead=True,
+        scrubs=pool.scrub,
         eviction=pool.eviction,
         quantum=pool.quantum,
         fence_patience=pool.fence_patience_ms / 1000,

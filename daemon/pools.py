@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvslot.daemon.journal.warm import Journaled
     from kvslot.daemon.layout import Layout
     from kvslot.daemon.membership import Member
+    from kvslot.daemon.scrub import Scrubber
 
 
 class HostedPool:
@@ -39,12 +40,13 @@ class HostedPool:
         self.members: dict[int, Member] = {}  # by session handle, the lost among them
         self.users: dict[int, int] = {}
         self.fencing: set[Member] = set()  # those with fences that have not passed
+        self.scrubber: Scrubber | None = None  # where slots are wiped before they are free
         self.gathering = 0  # cells that postponed requests will take
         self.lengths = Lengths()
         core = self.core
         self.keeper = Keeper(core)
         states = States(core.slots, core.padding)
-        core.ledger.journal = states.shift
+        core.ledger.journal, core.ledger.journal_all = states.shift, states.shift_all
         self.states = states.view  # of every slot, by address: see journal/states.py
         self.journal: Journaled | None = None  # where it outlives the process
         self.description = messages.Pool(

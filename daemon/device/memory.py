@@ -69,6 +69,8 @@ FAILURES_MAX: Final = 65536
 """Failed copies that are remembered; older ones are forgotten, and asking for one of those is a fault."""
 ORDINARY_BYTES: Final = 4 << 20
 """Of one cut without a gate: large, and a low-priority copy still gives way within a millisecond."""
+WIPED_BYTES: Final = 1 << 20
+"""Of one call that wipes: a tenth of a millisecond."""
 SPEED_FIRST: Final = 2e9
 """Weight a second that a chunk is expected to be copied at before one was."""
 NO_LIMIT: Final = 1 << 62
@@ -126,15 +128,24 @@ class MemoryStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Batch:
     """A copy and where it has come to, or (without pieces) a mark that fails with one of the batches it is behind."""
 
-    __slots__ = ("behind", "cutter", "dropped", "event", "failed", "pieces")
+    __slots__ = ("behind", "cutter", "dropped", "event", "failed", "pieces", "wipes")
 
-    def __init__(self, event: int, pieces: list[Piece], behind: list[int], parts: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        event: int,
+        pieces: list[Piece],
+        behind: list[int],
+        parts: Sequence[Group],
+        *,
+        wipes: bool = False,
+    ) -> None:
         self.event = event
         self.pieces = pieces
         self.behind = behind
         self.cutter = Cutter(parts, joined(pieces))
         self.dropped = False
         self.failed = False
+        self.wipes = wipes  # zeros into the targets; sources mean nothing
 
 
 class _Allowance:
@@ -321,11 +332,41 @@ class MemoryDevice:
             event = self._issue(lane, recent, list(pieces), [])
             self._batches += 1
             self._pieces += len(pieces)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvslot-device", daemon=True)
-                self._thread.start()
-            self._work.notify()
+            self._go()
         return Event(event)
+
+    def wipe(self, stream: Stream, stretches: Sequence[tuple[int, int]]) -> Event:
+        """Queues zeros for (slot, length) stretches; as `copy`, with no sources.  For streams of ordinary priority."""
+        self._must_be_open()
+        lane, recent = self._stream(stream)
+        if lane is not self._lanes[0] or not stretches:
+            raise DeviceFault("wiping nothing, or with low priority")
+        for slot, length in stretches:
+            self._must_be_inside(slot, length)
+        pieces = [(slot, slot, length) for slot, length in stretches]
+        with self._work:
+            pending = [
+                (target, target + length)
+                for each in self._lanes
+                for batch in each.queue
+                for _, target, length in batch.pieces[:WATCHED_MAX]
+            ]
+            _apart(
+                pending[:WATCHED_MAX] + [(slot, slot + length) for slot, length in stretches],
+                [],
+                "wiping slots that a pending copy writes",
+            )
+            event = self._issue(lane, recent, pieces, [], wipes=True)
+            self._batches += 1
+            self._go()
+        return Event(event)
+
+    def _go(self) -> None:
+        """There is work for the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvslot-device", daemon=True)
+            self._thread.start()
+        self._work.notify()
 
     def event(self, stream: Stream) -> Event:
         self._must_be_open()
@@ -529,12 +570,14 @@ class MemoryDevice:
 
     # -- inside, on the caller's side --------------------------------------------------------------------------
 
-    def _issue(self, lane: _Lane, recent: deque[int], pieces: list[Piece], behind: list[int]) -> int:
+    def _issue(
+        self, lane: _Lane, recent: deque[int], pieces: list[Piece], behind: list[int], *, wipes: bool = False
+    ) -> int:
         while recent and recent[0] >> 1 <= lane.ended:
             recent.popleft()
         lane.issued += 1
         event = 2 * lane.issued + lane.index
-        lane.queue.append(_Batch(event, pieces, behind, self._parts))
+        lane.queue.append(_Batch(event, pieces, behind, self._parts, wipes=wipes))
         if pieces:
             recent.append(event)
         return event
@@ -611,6 +654,9 @@ class MemoryDevice:
         cutter, ordinary = batch.cutter, self._lanes[0]
         try:
             while not (cutter.ended() or batch.dropped):
+                if batch.wipes:
+                    self._wipe(cutter.next(WIPED_BYTES))
+                    continue
                 if lane is ordinary:
                     self._copy(cutter.next(ORDINARY_BYTES))
                     continue
@@ -636,6 +682,11 @@ class MemoryDevice:
         notify = self.notify  # it may be taken away meanwhile
         if notify is not None:
             notify()
+
+    def _wipe(self, cut: Cut) -> None:
+        self._answered = self._asked
+        group, first, beyond, _, target, length = cut
+        self._targets[group][first:beyond, target : target + length] = 0
 
     def _copy(self, cut: Cut) -> None:
         self._answered = self._asked

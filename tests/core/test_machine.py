@@ -37,6 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         quantum=st.sampled_from((0, 1, 3)),
         append=st.sampled_from(("chain", "peel")),
         ahead=FLAG,
+        scrubs=st.sampled_from((False, False, True)),
         limits=st.sampled_from((None, None, (7, 1), (UNLIMITED, 2), (13, UNLIMITED))),
         seed=PICK,
     )
@@ -50,13 +51,14 @@ class PoolMachine(RuleBasedStateMachine):
         quantum: int,
         append: str,
         ahead: bool,
+        scrubs: bool,
         limits: tuple[int, int] | None,
         seed: int,
     ) -> None:
         config = PoolConfig(
             blocks=(3 if block_size == 1 else 2) + extra + 16 // block_size,
             block_size=block_size, opaque=opaque, windowed=windowed, watermark=watermark, quantum=quantum,
-            append=append, ahead=ahead, ticket_grace=0.5, preempt_deadline=0.2,
+            append=append, ahead=ahead, scrubs=scrubs, ticket_grace=0.5, preempt_deadline=0.2,
         )  # fmt: skip
         schedule = Schedule(latency_max=0.1, notice_max=0.1, failures=0.2)
         self.world = World(config, seed=seed, schedule=schedule, vocabulary=2)
@@ -138,6 +140,12 @@ class PoolMachine(RuleBasedStateMachine):
         """What is done between requests: free runs are sorted out for a long one, and filed again."""
         self.world.pool.gather(cells, pieces)
         self.world.pool.tidy(keep, pieces)
+
+    @precondition(lambda self: self.world.pool.scrubs)
+    @rule(most=st.integers(1, 40), end=FLAG)
+    def scrub(self, most: int, end: bool) -> None:
+        """Some of what was in use is wiped."""
+        self.world.scrub(most, end=end)
 
     @rule(pick=PICK, amount=st.integers(0, 20))
     def submit(self, pick: int, amount: int) -> None:
