@@ -150,3 +150,74 @@ def test_tenants_are_told_with_what_they_hold_and_which_quota_turned_them_away()
         assert found.of("kvslot_tenant_sessions_limit", "tenant") == {'a "b"': 1}
         assert found.of("kvslot_tenant_refused_total", "tenant") == {'a "b"': 1, "slow": 1}
         assert found.of("kvslot_pool_later_total", "reason")["rate"] == 1
+
+
+def test_gauges_tell_what_was_done() -> None:
+    """Step by step: what a client did is what the gauges say, for those that no listing shows as well."""
+    with (
+        running(stall_seconds=60.0, compaction="off", pools=[{"blocks": 33}]) as daemon,
+        ExitStack() as stack,
+    ):
+        control = stack.enter_context(Control(str(daemon.socket)))
+        one, other = (stack.enter_context(Wire(daemon.socket)) for _ in range(2))
+        for wire in (one, other):
+            wire.hello(append="peel")
+        prompt, spaces = tokens(20), one.namespace
+
+        def looked() -> Scrape:
+            found, counted = until_still(daemon.socket, control, "default")
+            compare(found, counted)
+            sums(found)
+            return found
+
+        began = one.call(messages.Allocate, namespace=spaces, sequence=1, tokens=prompt)
+        twice = other.call(messages.Allocate, namespace=spaces, sequence=1, tokens=prompt)
+        found = looked()
+        assert found["kvslot_pool_unwritten_slots"] == began.capacity + twice.capacity - 40
+        assert (found["kvslot_pool_sequences"], found["kvslot_pool_held_tokens"]) == (2, 40)
+        grown = one.call(messages.Extend, sequence=1, written=20)
+        one.call(messages.Commit, sequence=1, length=20)
+        other.call(messages.Extend, sequence=1, written=20)
+        other.call(messages.Commit, sequence=1, length=20)
+        found = looked()
+        assert found.of("kvslot_pool_slots", "state")["cached"] == 20
+        assert (found["kvslot_pool_duplicate_tokens"], found["kvslot_pool_held_tokens"]) == (20, 20)
+        pin = one.call(messages.Pin, namespace=spaces, tokens=prompt)
+        assert pin.length == 20
+        peeled = other.call(messages.Allocate, namespace=spaces, sequence=2, tokens=prompt + tokens(1, 77))
+        found = looked()
+        assert found["kvslot_pool_pinned_tokens"] == 20
+        assert found["kvslot_pool_peeled_tokens"] == sum(peeled.copies[2::3]) > 0
+        assert found["kvslot_pool_leased_tokens"] == 20
+        # A step runs: what is freed behind it waits for its end.
+        one.step(1, 0)
+        one.call(messages.Free, sequence=1, fence=1)
+        assert looked().of("kvslot_pool_slots", "state")["fenced"] == grown.capacity - 20
+        one.step(1, 1)
+        assert looked().of("kvslot_pool_slots", "state")["fenced"] == 0
+        # A connection that ends without goodbye while its process lives: what it held is kept aside.
+        lost = Wire(daemon.socket)
+        lost.hello()
+        held = lost.call(messages.Allocate, namespace=lost.namespace, sequence=1, tokens=tokens(10, 500))
+        secret = lost.welcome
+        lost.close()
+        found = looked()
+        assert found.of("kvslot_pool_slots", "state")["quarantined"] == held.capacity
+        assert found.of("kvslot_sessions", "state") == {"live": 2, "lost": 1, "ending": 0}
+        assert found["kvslot_sessions_lost_total"] == 1
+        assert secret is not None
+        one.call(messages.Release, session=secret.session, secret=secret.secret)
+        found = looked()
+        assert found.of("kvslot_pool_slots", "state")["quarantined"] == 0
+        assert found.of("kvslot_sessions", "state") == {"live": 2, "lost": 0, "ending": 0}
+        # More than there is room for has to wait.
+        room = int(found["kvslot_pool_usable_slots"])
+        full = one.call(messages.Allocate, namespace=spaces, sequence=3, tokens=tokens(room - 200, 9000))
+        assert isinstance(full, messages.Admitted)
+        later = other.call(messages.Allocate, namespace=spaces, sequence=4, tokens=tokens(400, 99_000))
+        assert isinstance(later, messages.Later)
+        found = looked()
+        assert found.of("kvslot_pool_waiting_requests", "kind") == {"new": 1, "growth": 0, "commit": 0}
+        assert found["kvslot_pool_oldest_wait_seconds"] > 0
+        other.call(messages.Withdraw, ticket=later.ticket)
+        assert looked().of("kvslot_pool_waiting_requests", "kind")["new"] == 0
