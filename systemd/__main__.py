@@ -131,7 +131,7 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         f"  systemd-tmpfiles{told} --create kvslot.conf\n"
         + ("" if told else "  systemctl daemon-reload\n")
         + f"  systemctl{told} enable {'' if told else '--now '}kvslotd.socket kvslotd@default.service\n"
-        "Engines' users go into the group kvslot-engine, operators' into kvslot-admin."
+        "Engines' users go into the group kvslot-engine, operators into that and kvslot-admin."
     )
 
 
