@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvslot.allocator.results import Space
 
 Journal = Callable[[int, int, int, int], None]
+JournalAll = Callable[[list[int], int, int], None]
 
 
 class State(IntEnum):
@@ -64,12 +65,13 @@ class Recorder(Protocol):
 class Ledger:
     """Sums of slots per state, kept incrementally."""
 
-    __slots__ = ("counts", "holder", "journal", "recorder", "slots")
+    __slots__ = ("counts", "holder", "journal", "journal_all", "recorder", "slots")
 
     def __init__(self, slots: int, padding: int) -> None:
         self.slots = slots
         self.counts = [slots - padding, 0, 0, 0, 0, 0, 0, padding]
         self.journal: Journal | None = None
+        self.journal_all: JournalAll | None = None  # the same for many stretches at once, where there is such a one
         self.recorder: Recorder | None = None
         self.holder = 0  # whose the slots are that turn from free to private: the `mark` of their session
 
@@ -86,6 +88,8 @@ class Ledger:
         counts = self.counts
         counts[source] -= length
         counts[target] += length
-        if self.journal is not None:
+        if self.journal_all is not None:
+            self.journal_all(extents, source, target)
+        elif self.journal is not None:
             for i in range(0, len(extents), 2):
                 self.journal(extents[i], extents[i + 1], source, target)

@@ -35,3 +35,10 @@ class States:
             self.view[slot : slot + length] = FILLS[target][length]
         else:
             self.view[slot : slot + length] = FILLS[target][1] * length
+
+    def shift_all(self, extents: list[int], source: int, target: int) -> None:
+        """A `JournalAll` of it: the same for flat extents."""
+        view, fills = self.view, FILLS[target]
+        for i in range(0, len(extents), 2):
+            slot, length = extents[i], extents[i + 1]
+            view[slot : slot + length] = fills[length] if length <= READY else fills[1] * length

@@ -76,8 +76,7 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     pool.serial += lives_before << HANDLE_BITS
     writer = Writer(columns, pool.padding, pool.ledger, new=False)
     writer.go_on(found, restored.roots)
-    pool.ledger.journal = writer.shift
-    pool.ledger.recorder = writer
+    writer.follow()
     gone = [each for each in found.sessions if each not in living]
     return Takeover(writer, restored, found, everybody, living, gone)
 

@@ -218,11 +218,11 @@ class Warm:
             fingerprint=hosted.layout.fingerprint, scrubs=core.scrubs, size_bytes=hosted.description.size_bytes,
             inode=os.fstat(pool).st_ino, generation=hosted.description.generation, boot=self.boot,
         )  # fmt: skip
-        core.ledger.journal = None
+        core.ledger.journal = core.ledger.journal_all = None
         if isinstance(kept, str):
             _touch(columns)
             writer = Writer(columns, core.padding, core.ledger)
-            core.ledger.journal, core.ledger.recorder = writer.shift, writer
+            writer.follow()
             columns.write_head(head)
             self._keep(pool, journal, name)
             os.close(journal)

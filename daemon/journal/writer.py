@@ -50,6 +50,7 @@ HOLDS: Final = ENTRY.size // 8
 SUM: Final = ENTRY.size + 8
 
 _PLACES: Final = memoryview(np.arange(PLACE_MOST, dtype="<u4").tobytes())
+_FIRST: Final = tuple(bytes(_PLACES[: 4 * n]) for n in range(READY))
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,11 @@ class Writer(States):
         self._entries = _Vacant(SESSIONS)
         self._session_words = columns.sessions.cast("Q")
 
+    def follow(self) -> None:
+        """From here on all that happens to the pool is written."""
+        ledger = self._ledger
+        ledger.journal, ledger.journal_all, ledger.recorder = self.shift, self.shift_all, self
+
     # -- slots -------------------------------------------------------------------------------------------------
 
     def shift(self, slot: int, length: int, source: int, target: int) -> None:
@@ -103,10 +109,22 @@ class Writer(States):
             if holder != self._holder:
                 self._holder, self._held = holder, held(holder).to_bytes(8, "little")
             self._owner[8 * slot : 8 * (slot + length)] = self._held * length
-        if length <= READY:
-            self.view[slot : slot + length] = FILLS[target][length]
-        else:
-            self.view[slot : slot + length] = FILLS[target][1] * length
+        super().shift(slot, length, source, target)
+
+    def shift_all(self, extents: list[int], source: int, target: int) -> None:
+        """A `JournalAll` of it."""
+        if target == PRIVATE and source == FREE:
+            holder = self._ledger.holder
+            if holder != self._holder:
+                self._holder, self._held = holder, held(holder).to_bytes(8, "little")
+            word, owner = self._held, self._owner
+            for i in range(0, len(extents), 2):
+                slot, length = extents[i], extents[i + 1]
+                owner[8 * slot : 8 * (slot + length)] = word * length
+        view, fills = self.view, FILLS[target]
+        for i in range(0, len(extents), 2):
+            slot, length = extents[i], extents[i + 1]
+            view[slot : slot + length] = fills[length] if length <= READY else fills[1] * length
 
     def publish(
         self, extents: list[int], tokens: bytes, before: int, root: int, priority: int, expiry: float
@@ -124,6 +142,16 @@ class Writer(States):
             link = ROOT | number
         if priority and not expiry:
             link |= priority << PRIORITY
+        serial = self._serial
+        if len(extents) == 2 and extents[1] < READY and serial < self._limit:
+            # As `_stretch` does it; most prompts stand in one piece.
+            self._serial = serial + 1
+            slot, n = extents
+            self._place[4 * slot : 4 * (slot + n)] = _FIRST[n]
+            self._token[4 * slot : 4 * (slot + n)] = tokens
+            self._link[slot] = link
+            self._owner[8 * slot : 8 * (slot + n)] = serial.to_bytes(8, "little") * n
+            return
         while len(tokens) > 4 * PLACE_MOST:
             link = self._stretch(cut(extents, 0, PLACE_MOST), tokens[: 4 * PLACE_MOST], link) << PLACES | (
                 PLACE_MOST - 1

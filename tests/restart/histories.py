@@ -87,8 +87,7 @@ class History:
 
     def _hook(self, writer: Writer) -> None:
         self.writer = writer
-        self.pool.ledger.journal = writer.shift
-        self.pool.ledger.recorder = writer
+        writer.follow()
 
     def _told(self) -> None:
         self.cuts.append(bytes(self.buffer))
