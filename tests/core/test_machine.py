@@ -352,6 +352,7 @@ class PoolMachine(RuleBasedStateMachine):
         world.advance(1.0)
         world.poll()
         world.check()
+        self.world.clean()
         require(
             pool.runs.total + pool.tree.evictable == pool.usable, "something is held though all have left"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import random
 import time
+from typing import Self
 
 import numpy as np
 
@@ -21,6 +22,9 @@ LAYOUT = {"layers": 2, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
 
 class Dirty(Wire):
     """An engine that leaves its slots full of its own bytes."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def begin(self, tenant: str, byte: int) -> None:
         self.byte = byte
