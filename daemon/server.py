@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ import secrets
 import signal
 import socket
 import struct
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -1044,6 +1046,8 @@ class Server:
         return list(taken), needs_restart
 
     def _settings_changed(self) -> None:
+        if self.admin is not None:
+            self.admin.reload()
         for compactor in self.compactors.values():
             compactor.poke()
 
@@ -1166,6 +1170,9 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
 
     `reload` reads the settings anew, for SIGHUP.
     """
+    if settings.admin:
+        # It takes a third of a second, most of which pools are made meanwhile; whoever needs it waits for it.
+        threading.Thread(target=importlib.import_module, args=("kvslot.daemon.admin",), daemon=True).start()
     service = Service.take()
     endpoints: list[Endpoint] = []
     try:
@@ -1209,6 +1216,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for pool in pools:
         pool.limit(settings.tenants)  # so that namespaces that come back are under their tenants' accounts
+        service.starting(f"taking over what pool {pool.name} cached", begins=True)
         warm.begin(pool)
     server = Server(settings, pools, loop)
     server.service, server.warm, server.boot = service, warm, warm.boot

@@ -67,11 +67,11 @@ class Service:
 
     # -- before and after it serves ----------------------------------------------------------------------------
 
-    def starting(self, text: str) -> None:
-        """A step of the start goes on, `text` says which; may be called as often as one likes."""
+    def starting(self, text: str, *, begins: bool = False) -> None:
+        """A step of the start `begins`, or goes on (which may be said as often as one likes); `text` says which."""
         if self.notifier.enabled:
             now = time.monotonic()
-            if now - self._extended >= REPORT_SECONDS:
+            if begins or now - self._extended >= REPORT_SECONDS:
                 self._extended = now
                 self.notifier.extend(START_SECONDS, text)
 
