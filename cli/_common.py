@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+Result = TypeVar("Result")
 
 OK: Final = 0
 FAILED: Final = 1
@@ -217,8 +219,8 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
 
-    def report(self, words: str, share: float) -> None:
-        """What is going on, and the share of all work done, 0..1."""
+    def report(self, words: str, share: float | None) -> None:
+        """What is going on, and the share of all work done, 0..1; None: nobody knows."""
         if not self._wanted:
             return
         now = time.monotonic()
@@ -229,8 +231,37 @@ class Bar:
             self._start()
         assert self._progress is not None
         assert self._task is not None
-        self._progress.update(self._task, completed=share, description=words)
+        self._progress.update(
+            self._task, completed=share or 0.0, total=None if share is None else 1.0, description=words
+        )
         self._progress.refresh()
+
+    def during(self, words: str, act: Callable[[], Result]) -> Result:
+        """Does `act`, which tells of no progress, in a thread while the bar shows that something goes on.
+
+        Without a terminal it is simply called.  ^C ends the wait, not the act: that thread keeps no process alive.
+        """
+        if not self._wanted:
+            return act()
+        import threading
+
+        done: list[Result] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(act())
+            except BaseException as error:  # noqa: BLE001 -- raised again by who waits
+                failed.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(BAR_EVERY_S)
+            self.report(words, None)
+        if failed:
+            raise failed[0]
+        return done[0]
 
     def _start(self) -> None:
         from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvslot.cli import _common, _control
@@ -42,16 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     def act(control: Control) -> int:
         rows = []
-        for pool in _control.pools(control, arguments.pool):
-            told = control.audit(pool=pool["pool"])
-            rows.append(
-                {
-                    "pool": pool["pool"],
-                    "sound": not told.faults,
-                    "faults": list(told.faults),
-                    "milliseconds": told.milliseconds,
-                }
-            )
+        with _common.Bar() as bar:
+            for name in [pool["pool"] for pool in _control.pools(control, arguments.pool)]:
+                told = bar.during(f"recounting {name}", partial(control.audit, pool=name))
+                rows.append(
+                    {
+                        "pool": name,
+                        "sound": not told.faults,
+                        "faults": list(told.faults),
+                        "milliseconds": told.milliseconds,
+                    }
+                )
         code = _common.OK
         if arguments.json is not None:
             code = _control.write(arguments, control, {"rows": rows})

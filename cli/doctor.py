@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvslot.cli import _common, _control
@@ -168,13 +169,16 @@ def see(control: Control, names: list[str]) -> Picture:
             picture.health, picture.health_why = host.health(path)
     if picture.unit:
         picture.stop_seconds = host.stop_seconds(picture.unit)
-    if {"configuration", "block_size"} & set(names):
-        picture.effective, picture.effective_why = _effective(pid)
-    if "audit" in names:
-        with _common.Bar() as bar:
-            for done, pool in enumerate(pools):
-                bar.report(f"recounting {pool['pool']}", done / len(pools))
-                picture.audits.append(_audit(control, pool["pool"]))
+    with _common.Bar() as bar:
+        if {"configuration", "block_size"} & set(names):
+            picture.effective, picture.effective_why = bar.during(
+                "reading the configuration again", partial(_effective, pid)
+            )
+        if "audit" in names:
+            picture.audits = [
+                bar.during(f"recounting {name}", partial(_audit, control, name))
+                for name in [pool["pool"] for pool in pools]
+            ]
     return picture
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import TYPE_CHECKING, Final
 
 from kvslot.cli import _common, _control
@@ -13,13 +14,18 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 End the daemon as SIGTERM does: no new sessions and no new work, clients are told, and when the last running sequence
 has ended, or the time is over, the daemon ends. Meanwhile `kvslotctl status` says how long is left and `kvslotctl
-clients` who still runs what. What is cached is lost with the daemon. This command does not wait for the end."""
+clients` who still runs what. This command comes back at once, or with --wait when the daemon has ended. What is cached
+is lost with it, unless a service manager starts it again and keeps its memory meanwhile."""
 
 EXAMPLES: Final = """\
   kvslotctl drain                              running sequences have drain_seconds
   kvslotctl drain --seconds 120
+  kvslotctl drain --wait && echo gone
   kvslotctl drain --now                        or, where it is draining already: end at once
 """
+
+
+POLL_S: Final = 0.1
 
 
 def add(subparsers: _common.Subparsers) -> None:
@@ -32,6 +38,7 @@ def add(subparsers: _common.Subparsers) -> None:
         "--seconds", type=_seconds, metavar="N", help="that running sequences have (drain_seconds)"
     )
     how.add_argument("--now", action="store_true", help="wait for nobody")
+    parser.add_argument("--wait", action="store_true", help="come back when the daemon has ended")
 
 
 def _seconds(text: str) -> float:
@@ -76,7 +83,24 @@ def run(arguments: argparse.Namespace) -> int:
             elif not left or not status["sequences"]:
                 print(f"the daemon ends now; {running} running")
             else:
-                print(f"draining: {running} running, ends in {left:g} s at most")
+                print(f"draining: {running} running, ends in {left:g} s at most", flush=True)
+        if arguments.wait and not code:
+            _wait(control, left or 0.0)
         return code
 
     return _control.ask(arguments, act)
+
+
+def _wait(control: Control, seconds: float) -> None:
+    """Until the daemon has ended, which it says by closing the connection, or by being another one now."""
+    from kvslot.api.client import Disconnected, ShuttingDown
+
+    began = time.monotonic()
+    try:
+        boot = control.ping().boot
+        with _common.Bar() as bar:
+            while control.ping().boot == boot:
+                bar.report("draining", min(1.0, (time.monotonic() - began) / max(seconds, 0.1)))
+                time.sleep(POLL_S)
+    except (Disconnected, ShuttingDown):
+        return

@@ -216,7 +216,7 @@ def record(
     """
     import msgspec
 
-    from kvslot.api.wire import Disconnected
+    from kvslot.api.wire import Disconnected, Refused
     from kvslot.replay import Recording, load_of
 
     recording = Recording(memory_bytes=memory_bytes, values=values)
@@ -237,6 +237,10 @@ def record(
                     file.add(recording.feed(told))
             except Disconnected as error:
                 ended = str(error)
+            except Refused as error:
+                if not recording.boots:
+                    raise
+                ended, wait = f"it came back, and refuses: {error}", 0.0
             file.add(recording.end())
             file.flush()
             if ended in GOOD_ENDS or (again := _back(control.socket, wait, until)) is None:
