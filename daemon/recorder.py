@@ -11,20 +11,23 @@ Bounded: what is noted and not fetched takes at most RECORD_BYTES.  Beyond it ne
 and counted (`lost_requests`, `lost_tokens`), until there is room again.  The end of a request that was told of is never
 passed over, and there is one of each, so that what is known of each is true.
 
-Tokens leave the daemon blinded unless their values were asked for: each is sent through a secret permutation of all
-32-bit numbers, another one for each position and each recording.  Equal tokens at equal positions stay equal, which is
-all that prefixes are made of.  Namespaces are told as numbers; their names and salts are not told at all.
+Tokens leave the daemon blinded unless their values were asked for: each is sent through a permutation of all 32-bit
+numbers, another one for each position and each key.  Equal tokens at equal positions stay equal, which is all that
+prefixes are made of.  Namespaces are told as hashes under the same key; their names and salts are not told at all.
 
 A recording belongs to the connection that began it, and ends with it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
@@ -53,8 +56,6 @@ WAITING_MOST: Final = 1 << 16
 """Requests that were told LATER whose first asking is remembered; the core has far fewer tickets."""
 LOOK_AT: Final = 256
 """Of those, looked at in one fetch."""
-SPACES_MOST: Final = 1 << 16
-"""Namespaces that are told apart; beyond, one that comes back counts as another."""
 CLEAR_EVENTS: Final = 512
 """Of an abandoned recording, dropped in one turn of the loop."""
 
@@ -65,7 +66,9 @@ Event = tuple[str, int, float, int, int, int, int, bytes | memoryview]
 class Recorder:
     """One recording of one pool."""
 
-    def __init__(self, server: Server, hosted: HostedPool, owner: Connection, *, values: bool) -> None:
+    def __init__(
+        self, server: Server, hosted: HostedPool, owner: Connection, *, values: bool, key: bytes
+    ) -> None:
         self.hosted = hosted
         self.owner = owner
         self.stopped = False
@@ -80,10 +83,9 @@ class Recorder:
         self._events: deque[Event] = deque()
         self._running: dict[int, set[int]] = {}  # by session: those told of that have not ended
         self._waiting: dict[int, float] = {}  # ticket -> when it was first asked for
-        self._spaces: dict[Space, int] = {}
-        self._roots: dict[int, tuple[Space, int]] = {}
-        self._numbers = 0
-        self._blind: Blind | None = None if values else Blind()
+        self._roots: dict[int, tuple[Space, int]] = {}  # as many as there are
+        self._key = key or secrets.token_bytes(32)
+        self._blind: Blind | None = None if values else Blind(self._key)
 
     # -- noting: on the verbs' way --------------------------------------------------------------------------------
 
@@ -187,18 +189,14 @@ class Recorder:
             self._events.append(("left", 0, now, member.number, 0, 0, 0, b""))
 
     def _space(self, root: int) -> int:
-        """A number for a namespace, the same as long as it is remembered; a root is used again, a number never."""
+        """A number for a namespace: of its structure, since a root is used again."""
         space = self.hosted.core.roots[root]
         known = self._roots.get(root)
         if known is not None and known[0] is space:
             return known[1]
-        number = self._spaces.get(space, 0)
-        if not number:
-            if len(self._spaces) >= SPACES_MOST:
-                self._spaces.clear()
-                self._roots.clear()
-            self._numbers += 1
-            number = self._spaces[space] = self._numbers
+        text = json.dumps(msgspec.structs.astuple(space)).encode()
+        digest = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
+        number = int.from_bytes(digest, "little") >> 1
         self._roots[root] = (space, number)
         return number
 
@@ -286,12 +284,12 @@ class Recorder:
 
 
 class Blind:
-    """A secret permutation of all 32-bit numbers for each position; there is no way back but by trying all."""
+    """A permutation of all 32-bit numbers for each position, by a key."""
 
     STEP: Final = 1 << 14
 
-    def __init__(self) -> None:
-        self._key = secrets.randbits(128)
+    def __init__(self, key: bytes) -> None:
+        self._key = int.from_bytes(hashlib.blake2b(b"tokens", digest_size=16, key=key).digest(), "little")
         self._keys: list[npt.NDArray[np.uint32]] = []
 
     def __call__(self, pieces: Sequence[tuple[bytes | memoryview, int]]) -> list[bytes]:
@@ -356,7 +354,7 @@ class Recorders:
                 raise Busy(
                     f"process {other.owner.peer.pid} records pool {hosted.name!r}: one recording at a time"
                 )
-            mine = self._of[hosted] = Recorder(server, hosted, connection, values=m.values)
+            mine = self._of[hosted] = Recorder(server, hosted, connection, values=m.values, key=m.key)
             server.table = self._with_notes()
             log.info("recording_started", pool=hosted.name, pid=connection.peer.pid, values=m.values)
         elif m.action not in ("fetch", "stop"):

@@ -236,7 +236,7 @@ class Recording:
         self.given_up = 0
         self.boots = 0
         self.engines: set[tuple[int, int]] = set()
-        self.spaces: set[tuple[int, int]] = set()
+        self.spaces: set[int] = set()
         self._before = [0, 0, 0, 0]  # those four counts, of earlier boots
         self._start: float | None = None
         self._shift = 0.0  # of this boot's clock
@@ -247,7 +247,6 @@ class Recording:
         self._past: list[_Past] = []
         self._latest: dict[int, int] = {}  # session of the trace -> its latest request
         self._sessions = 0
-        self._numbers: dict[tuple[int, int], int] = {}
         self._pace = Pace()
 
     @property
@@ -261,7 +260,11 @@ class Recording:
         return len(self._line)
 
     def begin(self, at: float, wall: float) -> None:
-        """A boot of the daemon, whose clock reads `at` when that of this process reads `wall`."""
+        """A boot of the daemon, whose clock reads `at` when that of this process reads `wall`.
+
+        Later ones go on with the recording: what was asked of them has in common with what was asked before what it
+        has, as long as all were given the same key.
+        """
         self.boots += 1
         if self._start is None:
             self._start = at
@@ -390,9 +393,8 @@ class Recording:
     def _write(self, request: _Request, lines: list[Line | Own]) -> None:
         index = self.requests
         tokens = bytes(request.tokens)
-        space = self._numbers.setdefault((self.boots, request.space), len(self._numbers))
         total = max(request.prompt, request.length, len(tokens) >> 2)
-        keep, first, last = self.forest.place(space, tokens, index)
+        keep, first, last = self.forest.place(request.space, tokens, index)
         parent = -1
         if keep:
             # The first where the latest had not ended: who asks for a prompt while another one answers it does not
@@ -403,7 +405,7 @@ class Recording:
         self._latest[session] = index
         self._past.append(_Past(request.prompt, total, len(tokens) >> 2, request.ended_at, session, turn))
         self.requests += 1
-        self.spaces.add((self.boots, request.space))
+        self.spaces.add(request.space)
         self.prompt_tokens += request.prompt
         self.output_tokens += total - request.prompt
         if request.hit < 0:

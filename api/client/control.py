@@ -70,12 +70,17 @@ class Control:
         """Changes a setting that may be changed while the daemon runs."""
         self._connection.call(messages.SetConfig(self._next(), name, value), messages.Done)
 
-    def record(self, action: str = "fetch", *, pool: str = "", values: bool = False) -> messages.Recorded:
+    def record(
+        self, action: str = "fetch", *, pool: str = "", values: bool = False, key: bytes = b""
+    ) -> messages.Recorded:
         """Of a recording: "start" it for a pool, "fetch" what was noted since, "stop" it and fetch while there is more.
 
-        `values`: tokens come as they are, not blinded.  It ends with this connection.
+        `values`: tokens come as they are, not blinded.  `key`: of 64 bytes at most; with the same one, equal tokens
+        are blinded alike by another boot of the daemon, too.  A recording ends with this connection.
         """
-        return self._connection.call(messages.Record(self._next(), action, pool, values), messages.Recorded)
+        return self._connection.call(
+            messages.Record(self._next(), action, pool, values, key), messages.Recorded
+        )
 
     def keep(
         self,

@@ -344,6 +344,7 @@ class Record(Message, frozen=True, tag=38):
     action: Name = "fetch"  # one of RECORDINGS
     pool: Name = ""  # start: "" is the first
     values: bool = False  # start: token values as they are; else blinded, so that only equality can be told
+    key: Secret = b""  # start: what to blind with, so that two boots do it alike; empty: what nobody knows
 
 
 RECORDINGS: Final = ("start", "fetch", "stop")
@@ -416,9 +417,7 @@ class Welcome(Message, frozen=True, tag=64):
     pool: Pool
     limits: Limits
     descriptors: list[str]  # of "pool", "page", "wake"
-    former: int = (
-        0  # the session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
-    )
+    former: int = 0  # the session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
 
 
 class Opened(Message, frozen=True, tag=65):
@@ -604,7 +603,7 @@ class Noted(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request: int  # the daemon's number of the sequence, never used again in its boot; 0: of "left"
     at: float  # seconds of the daemon's monotonic clock; of "begun", when it was first asked for
     session: int
-    space: int  # "begun": a number for the namespace; "forked": the parent's `request`
+    space: int  # "begun": the namespace, as a hash under the key; "forked": the parent's `request`
     count: int  # tokens: of the prompt; where those told of begin; that are left or shared; of the whole sequence
     hit: int  # "begun": tokens found cached
     tokens: bytes  # "begun": the prompt's, or the first of them; "told": those that follow

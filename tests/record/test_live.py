@@ -10,19 +10,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvslot.api.wire import messages
 from kvslot.replay import Expander, ReplayConfig, load, replay
 
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
 from . import engine
-
-SECONDS = 60.0
+from .tools import SECONDS, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,6 @@ def engines(daemon: Running, count: int, folder: Path) -> list[dict[str, Any]]:
         process.communicate(timeout=SECONDS)
         assert process.returncode == 0
     return [request for out in outs for request in json.loads(out.read_text())]
-
-
-def wait_for(out: Path, requests: int) -> None:
-    """Until the trace that is growing has so many lines."""
-    end = time.monotonic() + SECONDS
-    while len(gzip.decompress(out.read_bytes()).splitlines()) <= requests:
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -155,8 +147,6 @@ def test_a_trace_replays_as_the_load_that_made_it(daemon: Running, tmp_path: Pat
 def test_what_a_recorder_is_sent_is_blinded(daemon: Running) -> None:
     """Without `values` no token leaves the daemon as it is, equal ones at equal places stay equal, others differ."""
     with Wire(daemon.socket) as control, Wire(daemon.socket) as wire:
-        from kvslot.api.wire import messages
-
         wire.hello("e", namespace=messages.Namespace("t", "m", "", "blinded"))
         control.call(messages.Record, "start")
         for number, prompt in enumerate((tokens(300, 5000), tokens(200, 5000) + tokens(100, 9000))):
@@ -178,37 +168,70 @@ def test_what_a_recorder_is_sent_is_blinded(daemon: Running) -> None:
 def test_a_trace_outlives_whoever_is_killed(which: str, tmp_path: Path) -> None:
     """kill -9 of the recorder or of the daemon leaves a trace that loads, with what had ended some seconds before."""
     out = tmp_path / "load.kvs.gz"
-    with running(code=None) as daemon, recorder(daemon, out) as process:
-        from kvslot.api.wire import messages
-
-        with Wire(daemon.socket) as wire:
-            wire.hello("e")
-            for number in range(20):
-                wire.call(messages.Allocate, wire.namespace, number, tokens(20 + number))
-                wire.call(messages.Free, number)
-            wire.call(messages.Allocate, wire.namespace, 99, tokens(77, 500))  # and is running at the end
-            wait_for(out, 20)
-            if which == "daemon":
-                daemon.process.kill()
-                said = told(process, 5)
-                assert "the daemon ended" in said
-                assert "requests running at the end, with outputs as long as they were then: 1" in said
-                trace = load(out)
-                assert trace.prompt_len == [*range(20, 40), 77]
-                assert trace.header.recorded is not None
-                assert trace.header.recorded.complete
-                return
-            process.kill()
+    with running(code=None) as daemon, recorder(daemon, out) as process, Wire(daemon.socket) as wire:
+        wire.hello("e")
+        for number in range(20):
+            wire.call(messages.Allocate, wire.namespace, number, tokens(20 + number))
+            wire.call(messages.Free, number)
+        wire.call(messages.Allocate, wire.namespace, 99, tokens(77, 500))  # and is running at the end
+        wait_for(out, 20)
+        if which == "daemon":
+            daemon.process.kill()
+            said = told(process, 5)
+            assert "the daemon ended" in said
+            assert "requests running at the end, with outputs as long as they were then: 1" in said
             trace = load(out)
-            assert trace.prompt_len == [*range(20, 40)]
+            assert trace.prompt_len == [*range(20, 40), 77]
             assert trace.header.recorded is not None
-            assert not trace.header.recorded.complete
-            end = time.monotonic() + SECONDS
-            while '"recording_ended"' not in daemon.text():
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            with Wire(daemon.socket) as control:
-                control.call(messages.Record, "start")  # nobody is in the way
+            assert trace.header.recorded.complete
+            return
+        process.kill()
+        trace = load(out)
+        assert trace.prompt_len == [*range(20, 40)]
+        assert trace.header.recorded is not None
+        assert not trace.header.recorded.complete
+        end = time.monotonic() + SECONDS
+        while '"recording_ended"' not in daemon.text():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        with Wire(daemon.socket) as control:
+            control.call(messages.Record, "start")  # nobody is in the way
+
+
+def test_a_recording_goes_on_with_the_daemon_that_comes_back(tmp_path: Path) -> None:
+    """With --wait: one trace over two boots, in which what was asked before and after has in common what it has."""
+    out = tmp_path / "load.kvs.gz"
+    socket = tmp_path / "s"
+    if len(str(socket)) > 100:
+        pytest.skip("the temporary folder's name is too long for a socket")
+    said = ""
+    with ExitStack() as stack:
+        process = None
+        for boot in range(2):
+            with running(socket=socket) as daemon:
+                if process is None:
+                    process = stack.enter_context(recorder(daemon, out, "--wait", "60s"))
+                end = time.monotonic() + SECONDS
+                while '"recording_started"' not in daemon.text():
+                    assert time.monotonic() < end
+                    time.sleep(0.01)
+                with Wire(daemon.socket) as wire:
+                    wire.hello("e", namespace=messages.Namespace("t", "", "", "same"))
+                    wire.call(
+                        messages.Allocate, wire.namespace, 1, tokens(100, 300) + tokens(10, 1000 * boot)
+                    )
+                    wire.call(messages.Free, 1)
+                wait_for(out, boot + 1)
+                if boot:
+                    process.send_signal(signal.SIGTERM)
+                    said = told(process)
+        assert "waiting for it to come back" in said
+    trace = load(out)
+    assert (trace.prompt_len, trace.keep, trace.parent) == ([110, 110], [0, 100], [-1, 0])
+    assert trace.t is not None
+    assert trace.t[0] <= trace.t[1]
+    assert trace.header.recorded is not None
+    assert (trace.header.recorded.boots, trace.header.recorded.namespaces) == (2, 1)
 
 
 def test_usage(daemon: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

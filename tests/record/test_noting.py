@@ -214,6 +214,22 @@ def test_a_recorder_that_does_not_fetch_costs_no_more_than_agreed() -> None:
             assert [event.what for event in fetch(control)] == ["begun"]
 
 
+def test_the_same_key_blinds_alike(daemon: Running) -> None:
+    """Two recordings with one key tell the same prompt and namespace alike, with another key or none they do not."""
+    seen: list[tuple[int, bytes]] = []
+    with Wire(daemon.socket) as wire:
+        wire.hello("e", namespace=messages.Namespace("key"))
+        for number, key in enumerate((b"one", b"one", b"two", b"", b"")):
+            with Wire(daemon.socket) as control:
+                control.call(Record, "start", "", False, key)
+                wire.call(Allocate, wire.namespace, number, tokens(50))
+                (begun, *_) = control.call(Record, "stop").events
+                seen.append((begun.space, begun.tokens))
+    assert seen[0] == seen[1]
+    spaces, prompts = zip(*seen[1:], strict=True)
+    assert len(set(spaces)) == len(set(prompts)) == 4
+
+
 def test_long_prompts_come_in_pieces(daemon: Running) -> None:
     """A prompt longer than an answer may be is told piece by piece, each where it stands, blinded as one."""
     first = "import kvslot.daemon.recorder as r; r.FETCH_BYTES = 4096; r.Blind.STEP = 700"
