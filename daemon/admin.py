@@ -15,7 +15,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
@@ -81,6 +81,7 @@ class Views:
         self._health = server.health
         self._ring = ring
         self.maps = BlockMaps()
+        self.admin: Callable[[], views.AdminStats] = views.AdminStats
         self._counts: dict[str, tuple[int, int]] = {}  # by verb, at the last tick
         self._classes: dict[str, list[int]] = {}
 
@@ -117,8 +118,8 @@ class Views:
         (row,), _ = self._rows("status")
         latency = server.latency
         return shown(
-            row, views.Stats, pid=os.getpid(), connections=len(server.connections), accepted=server.accepted,
-            refused_connections=server.refused_connections, peer_faults=server.peer_faults,
+            row, views.Stats, admin=self.admin(), pid=os.getpid(), connections=len(server.connections),
+            accepted=server.accepted, refused_connections=server.refused_connections, peer_faults=server.peer_faults,
             requests=sum(latency.counts.values()), refused=sum(latency.refused.values()),
             log_level=server.settings.log_level, log_lines_lost=logs.lost(), events_last=self._ring.last,
         )  # fmt: skip
@@ -567,6 +568,16 @@ class AdminService:
         self.refused_connections = 0
         self.cut_connections = 0
         self.faults = 0
+        self.views.admin = self.statistics
+
+    def statistics(self) -> views.AdminStats:
+        """What the API counts of itself."""
+        api = self.api
+        return views.AdminStats(
+            connections=len(api.door.connections), streams=api.streams, requests=api.requests,
+            failures=sum(api.failures.values()), refused_connections=self.refused_connections,
+            cut_connections=self.cut_connections, dropped_streams=self.ring.dropped, faults=self.faults,
+        )  # fmt: skip
 
     def _mounted(self) -> tuple[Mounted, ...]:
         exposition = metrics.Exposition(Scraped(self._server))
@@ -624,6 +635,16 @@ class AdminService:
                     self.api.drain()
             except Exception as error:  # noqa: BLE001 -- engines are served all the same
                 self.raised("tick", error)
+
+    def reload(self) -> None:
+        """The settings have been read again: tokens are, too; those of files that cannot be used stay as they were."""
+        settings = self._settings
+        if not settings.admin_tcp:
+            return
+        try:
+            self.api.tokens = read_tokens(settings.admin_token_file, settings.admin_act_token_file)
+        except TokenError as error:
+            log.error("admin_tokens_kept", reason=str(error))
 
     def caused(self, context: Mapping[str, Any]) -> bool:
         """Whether what the loop's handler of exceptions was told of is one HTTP connection's affair."""

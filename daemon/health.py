@@ -42,15 +42,13 @@ class _Probe:
 
     def __init__(self, device: Device, now: float) -> None:
         self._device = device
-        self._number = device.ask()
-        self._asked = self.answered = now
-        self.took = 0.0
+        self._asked = 0
+        self.answered = now
 
     def beat(self, now: float) -> None:
-        if self._device.answered(self._number):
-            self.took = now - self._asked
-            self.answered = self._asked = now
-            self._number = self._device.ask()
+        if self._device.answered(self._asked):
+            self.answered = now
+            self._asked = self._device.ask()
 
 
 class Health:

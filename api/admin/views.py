@@ -71,6 +71,19 @@ class Readiness(View, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(description="why, or why not", examples=["serving"])]
 
 
+class AdminStats(View, frozen=True, kw_only=True):
+    """What the admin API counts of itself."""
+
+    connections: Annotated[int, Meta(description="open now")] = 0
+    streams: Annotated[int, Meta(description="of /v1/events, now")] = 0
+    requests: int = 0
+    failures: Annotated[int, Meta(description="answers that were failures")] = 0
+    refused_connections: Annotated[int, Meta(description="turned away since too many were open")] = 0
+    cut_connections: Annotated[int, Meta(description="cut off since the client was too slow")] = 0
+    dropped_streams: Annotated[int, Meta(description="of /v1/events, since the client did not read")] = 0
+    faults: Annotated[int, Meta(description="requests that the API failed to answer by its own fault")] = 0
+
+
 class Stats(View, frozen=True, kw_only=True):
     """The daemon in one row."""
 
@@ -96,6 +109,7 @@ class Stats(View, frozen=True, kw_only=True):
     refused: Annotated[int, Meta(description="verbs answered with an error")]
     log_level: str
     log_lines_lost: Annotated[int, Meta(description="log lines that nobody took")]
+    admin: AdminStats
     events_last: Annotated[int, Meta(description="number of the latest event of /v1/events")]
 
 

@@ -235,6 +235,24 @@ def test_tcp_takes_tokens_and_nothing_else(tmp_path: Path) -> None:
         assert ACT not in text
 
 
+def test_tokens_are_read_again_at_a_reload(tmp_path: Path) -> None:
+    """A new token holds after a reload, the old one no longer; a file that cannot be used leaves all as it was."""
+    file = write(tmp_path / "a", ACT)
+    with running(admin_tcp="127.0.0.1:0", admin_act_token_file=file) as daemon:
+        where = tcp_of(daemon)
+        with Client(where) as client:
+            old, new = {"Authorization": f"Bearer {ACT}"}, {"Authorization": f"Bearer {ACT}-new"}
+            assert client.ask("GET", "/readyz", headers=new).status == 401
+            file.write_text(f"{ACT}-new\n")
+            assert client.ask("POST", "/v1/acts/reload", headers=old).status == 200
+            assert client.ask("GET", "/readyz", headers=old).status == 401
+            assert client.ask("GET", "/readyz", headers=new).status == 200
+            file.chmod(0o666)
+            assert client.ask("POST", "/v1/acts/reload", headers=new).status == 200
+            assert client.ask("GET", "/readyz", headers=new).status == 200
+        assert '"admin_tokens_kept"' in daemon.text()
+
+
 def test_the_api_can_be_switched_off() -> None:
     """Then there is no socket of it, and the daemon serves engines all the same."""
     with running(admin=False) as daemon:
