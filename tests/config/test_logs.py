@@ -141,6 +141,33 @@ def test_repeated_warnings_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_storm_that_ends_leaves_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was left out is told once a period has passed without another; each kind of an event has its own period."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    logs.set_up("json", "info", out)
+    log, before = structlog.get_logger(), logs.left_out()
+    assert logs.limited(log, "flood", 10.0, kind="a", who=1)
+    assert logs.limited(log, "flood", 10.0, kind="b", who=2)
+    for _ in range(5):
+        assert not logs.limited(log, "flood", 10.0, kind="a", who=3)
+    assert not logs.limited(log, "flood", 10.0, kind="b", who=4)
+    assert logs.sparing(log, "fact", 1, 30.0)
+    assert not logs.sparing(log, "fact", 1, 30.0)
+    logs.tell_overdue(log)
+    now[0] += 10
+    logs.tell_overdue(log)
+    logs.tell_overdue(log)
+    now[0] += 20
+    logs.tell_overdue(log)
+    told = [line for line in lines(out) if line["event"] == "suppressed"]
+    assert [(line.get("flood"), line.get("fact")) for line in told] == [(6, None), (None, 1)]
+    assert logs.left_out() - before == 7
+    assert logs.limited(log, "flood", 10.0, kind="a")
+    assert "suppressed" not in lines(out)[-1]
+
+
 def test_a_reader_that_goes_costs_lines_only() -> None:
     """Writing into a full pipe, or a closed one, loses the line, counts it, and neither waits nor raises."""
     read, write = os.pipe()

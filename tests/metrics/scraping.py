@@ -20,6 +20,8 @@ CODES = {
     "padding": 8,
 }  # fmt: skip
 """What the map tells apart, as far as a recount does."""
+SHARED = (CODES["private"], CODES["quarantined"])
+"""What forks hold together is listed with each."""
 RISING = ("counter", "histogram")
 
 
@@ -100,22 +102,22 @@ def fallen(before: Scrape, after: Scrape) -> list[str]:
     ]
 
 
-def recount(control: Control, pool: str) -> dict[str, Any]:
+def recount(control: Control, pool: str) -> tuple[dict[str, Any], int]:
     """The gauges of a pool, from its owners' slots one by one; nothing may change meanwhile.
 
     Keys are metrics' names behind `kvslot_pool_`; `slots` is by state.  What forks share is listed with each of them,
     as room where it is behind a child's end: so private and room are one here, and unwritten room is the audit's.
+    The second value: slots that are listed under two owners, which only happens while something changes.
     """
     (row,) = control.inspect("pools", pool=pool)
     size, blocks = row["block_size"], row["blocks"]
     owners = np.zeros(size * blocks, dtype=np.int32)
+    twice = 0
     for stretch in control.inspect("map", pool=pool):
         state = CODES[stretch["state"]]
         for at, length in zip(stretch["extents"][::2], stretch["extents"][1::2], strict=True):
             before = owners[at : at + length]
-            assert ((before == 0) | ((before == state) & (state == CODES["private"]))).all(), (
-                "two owners of a slot"
-            )
+            twice += int(((before != 0) & ((before != state) | (state not in SHARED))).sum())
             owners[at : at + length] = state
     counts = {state: int((owners == code).sum()) for state, code in CODES.items()}
     free = owners == 0
@@ -149,7 +151,7 @@ def recount(control: Control, pool: str) -> dict[str, Any]:
         "sessions": len(sessions),
         "nodes": nodes + namespaces,
         "namespaces": namespaces,
-    }
+    }, twice
 
 
 def until_still(
@@ -160,12 +162,12 @@ def until_still(
     moving = {"kvslot_pool_oldest_wait_seconds"}
     before = scrape(daemon)
     while True:
-        counted = recount(control, pool)
+        counted, twice = recount(control, pool)
         time.sleep(0.3)  # beyond what a text serves for
         after = scrape(daemon)
         one, other = before.gauges("kvslot_pool_"), after.gauges("kvslot_pool_")
         changed = {series for series in one if one[series] != other.get(series) and series[0] not in moving}
-        if not changed:
+        if not changed and not twice:
             return after, counted
-        assert time.monotonic() < deadline, f"the pool does not come to rest: {changed}"
+        assert time.monotonic() < deadline, f"the pool does not come to rest: {changed}, {twice} slots twice"
         before = after

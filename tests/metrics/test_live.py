@@ -115,7 +115,7 @@ def test_a_recount_that_differs_is_found() -> None:
             wire.hello()
             wire.call(messages.Allocate, namespace=wire.namespace, sequence=1, tokens=tokens(5))
             with pytest.raises(AssertionError):
-                compare(before, recount(control, "default"))
+                compare(before, recount(control, "default")[0])
             after, counted = until_still(daemon.socket, control, "default")
             compare(after, counted)
 
