@@ -51,18 +51,18 @@ class Scrubber:
         self._most = max(hosted.core.unit, BATCH_BYTES // slot_bytes)
         self._stream = device.stream()
         self._running: list[tuple[Event, int, int]] = []  # event, the core's handle, slots
-        self._scheduled = False
+        self._next: asyncio.TimerHandle | None = None
         self._pause = PAUSE_SECONDS
         self.wiped_slots = 0
 
     def poke(self) -> None:
         """There may be something to wipe, or somebody who waits."""
-        if not self._scheduled and not self._running:
+        if self._next is None:
             self._turn()
 
     def _turn(self) -> None:
         """A look at what has ended, and the next batches; a fraction of a millisecond."""
-        self._scheduled = False
+        self._next = None
         hosted = self._hosted
         core, device = hosted.core, hosted.device
         ended = False
@@ -85,14 +85,14 @@ class Scrubber:
             self._deliver(hosted, now)
         if self._running or more or core.dirt:
             self._pause = PAUSE_SECONDS if ended or more else min(2 * self._pause, PAUSE_MOST)
-            self._scheduled = True
-            self._loop.call_later(self._pause, self._turn)
+            self._next = self._loop.call_later(self._pause, self._turn)
         else:
             self._pause = PAUSE_SECONDS
 
     def close(self) -> None:
         """Waits for what is under way, a millisecond or two; nothing begins any more."""
-        self._scheduled = True
+        if self._next is not None:
+            self._next.cancel()
         until = time.monotonic() + 1.0
         while self._running and time.monotonic() < until:
             if self._hosted.device.completion(self._running[0][0]) is not Completion.PENDING:
