@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from kvslot.api.wire.messages import (
     Trim,
     Withdraw,
 )
+from kvslot.daemon.recorder import Recorders
+from kvslot.daemon.verbs import TABLE
 
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
@@ -184,6 +187,23 @@ def test_one_records_at_a_time(daemon: Running, control: Wire) -> None:
         assert second.call(Record, "fetch").code == errors.OutOfTurn.code
         assert second.call(Record, "begin").code == errors.BadRequest.code
         assert second.call(Record, "start", "none").code == errors.NotFound.code
+
+
+def test_nothing_stands_in_the_verbs_way_while_nobody_records() -> None:
+    """The table of verbs is the plain one before and after; during a recording five rows of it differ, and no other."""
+    hosted: Any = SimpleNamespace(name="default", core=SimpleNamespace(admission=None))
+    owner: Any = SimpleNamespace(peer=SimpleNamespace(pid=1))
+    server: Any = SimpleNamespace(table=TABLE, hosted=lambda name: hosted, loop=None)
+    recorders = Recorders(server)
+    assert server.table is TABLE
+    recorders.act(owner, Record(1, "start"), 1.0)
+    changed = {kind for kind, row in TABLE.items() if server.table[kind] != row}
+    assert changed == {Allocate, Commit, Trim, Fork, Free}
+    recorders.act(owner, Record(1, "stop"), 2.0)
+    assert server.table is TABLE
+    recorders.act(owner, Record(1, "start"), 3.0)
+    recorders.disconnected(owner)
+    assert server.table is TABLE
 
 
 def test_a_recorder_that_does_not_fetch_costs_no_more_than_agreed() -> None:
