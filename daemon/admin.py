@@ -467,9 +467,14 @@ STATUSES: Final[Mapping[str, tuple[int, str]]] = {
 """By the wire's refusals; all others are conflicts."""
 
 
+def _snake(name: str) -> str:
+    """OutOfTurn -> out_of_turn."""
+    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")
+
+
 def _as_source_error(code: int, message: str) -> SourceError:
     name = CODES[code].__name__
-    status, word = STATUSES.get(name, (409, name.lower()))
+    status, word = STATUSES.get(name, (409, _snake(name)))
     remedy = ""
     if name == "Denied":
         remedy = "ask as the daemon's own user, root, or one of control_uids and control_gids; on TCP, with a token of "
