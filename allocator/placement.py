@@ -304,7 +304,7 @@ class Placement:
         """Those slots hold nothing any more of whoever had them: they are free."""
         extents, length = self.wiping.pop(handle)
         self.dirty -= length
-        self._hand_back(extents, length, FENCED)
+        self._release(extents, length, FENCED, wiped=True)
 
     def shed(self, now: float) -> bool:
         """Where slots are wiped: evicts for the headroom and for who waits, a little; True when there is more to do.
@@ -492,18 +492,17 @@ class Placement:
             sequence.node = node
         return tree.evictable > before
 
-    def _release(self, extents: list[int], length: int, state: int) -> None:
-        """`length` slots come back: to be wiped first, where that is asked for."""
-        if self.scrubs and state != FREE:
+    def _release(self, extents: list[int], length: int, state: int, *, wiped: bool = False) -> None:
+        """`length` slots come back to the free runs, or to the ticket in whose window they lie.
+
+        Where slots are wiped first they come twice: as they were left, and `wiped`.
+        """
+        if self.scrubs and state != FREE and not wiped:
             if state != FENCED:
                 self.ledger.shift_all(extents, length, state, FENCED)
             self.dirt.append((extents, length))
             self.dirty += length
             return
-        self._hand_back(extents, length, state)
-
-    def _hand_back(self, extents: list[int], length: int, state: int) -> None:
-        """`length` slots come back to the free runs, or to the ticket in whose window they lie."""
         give = self.runs.give
         window = self.admission.window
         if window is None:

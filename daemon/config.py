@@ -169,7 +169,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool,
         Rule(
             "flag",
-            "what was in use is filled with zeros before it is free again; a headroom of 0.02 goes with it",
+            "what was in use is filled with zeros before it is free again; wants a headroom of a few prompts",
         ),
     ] = False
     huge_pages: Annotated[

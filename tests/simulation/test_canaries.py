@@ -109,8 +109,8 @@ CANARIES = [
     C("3.5 a window gives way to growth", Admission, "grow", "self.drop_window()", "pass", test_admission.test_window_gives_way_to_growth),
     C("3.5 fences of the stalled are not awaited", Admission, "coming_free", "if s.stalled or s.life", "if s.life", test_admission.test_stalled_fences_hold_nothing_back),
     # -- slots that are wiped before they are free
-    C("what was in use is wiped", Pool, "_release", "if self.scrubs and state != FREE:", "if self.scrubs and state != FREE and state != CACHED:"),
-    C("what is being wiped is not free", Pool, "wipe", "self.wiping[handle] = (taken, most - left)", "self.wiping[handle] = (taken, most - left)\n    self._hand_back(list(taken), most - left, FENCED)"),
+    C("what was in use is wiped", Pool, "_release", "if self.scrubs and state != FREE and not wiped:", "if self.scrubs and state != FREE and state != CACHED and not wiped:"),
+    C("what is being wiped is not free", Pool, "wipe", "self.wiping[handle] = (taken, most - left)", "self.wiping[handle] = (taken, most - left)\n    self._release(list(taken), most - left, FENCED, wiped=True)"),
     C("what is evicted and not wiped is not handed out", Admission, "_admit", "free, evictable = pool.runs.total, pool.yields", "free, evictable = pool.runs.total, pool.tree.evictable"),
     # -- what is sorted out for long requests
     C("3.2 what is in stock is taken once", FreeRuns, "_from_stock", "del stock[i:]", "pass"),
