@@ -5,53 +5,71 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kvslot.api.wire import messages
-from kvslot.cli import _common, ctl
+from kvslot.cli import ctl
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
+from . import control
+from .control import FakeDaemon, served
+from .views import made, view_of
 
 
 class Screen(io.StringIO):
+    """Standard error as a terminal."""
+
     def isatty(self) -> bool:
         return True
 
 
-def test_what_tells_of_no_progress_is_waited_for_with_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal something moves while it lasts; its result, or what it raised, comes back all the same."""
-    monkeypatch.setattr(_common, "BAR_AFTER_S", 0.0)
-    monkeypatch.setattr(_common, "BAR_EVERY_S", 0.01)
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
+    with served(tmp_path / "k.sock", view_of(default=made())) as each:
+        yield each
+
+
+def test_what_tells_of_no_progress_is_waited_for_with_a_bar(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal something moves while a recount lasts; its result comes all the same, and so does a refusal."""
+    monkeypatch.setattr("kvslot.cli._common.BAR_AFTER_S", 0.0)
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    shown = threading.Event()
 
-    class Bar(_common.Bar):
-        def report(self, words: str, share: float | None) -> None:
-            super().report(words, share)
-            assert share is None
-            shown.set()
+    def slow(pool: object) -> list[str]:
+        deadline = time.monotonic() + 30
+        while "recounting default" not in screen.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return []
 
-    def slow() -> int:
-        assert shown.wait(30)
-        return 7
-
-    def fails() -> int:
-        raise LookupError("no")
-
-    with Bar() as bar:
-        assert bar.during("counting", slow) == 7
-        with pytest.raises(LookupError):
-            bar.during("failing", fails)
-    assert "counting" in screen.getvalue()
+    monkeypatch.setattr(control, "audit", slow)
+    assert ctl.main(["audit", "--socket", daemon.path]) == 0
+    assert "default: sound" in capsys.readouterr().out
+    daemon.denies = True
+    assert ctl.main(["audit", "--socket", daemon.path]) == 5
+    assert "control_uids" in screen.getvalue()
 
 
-def test_without_a_terminal_there_is_neither_bar_nor_thread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_neither_bar_nor_thread(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A script's command runs in its own thread, and standard error stays empty."""
-    with _common.Bar() as bar:
-        assert bar.during("counting", threading.current_thread) is threading.current_thread()
+    monkeypatch.setattr("kvslot.cli._common.BAR_AFTER_S", 0.0)
+    before = threading.active_count()
+
+    def counts(pool: object) -> list[str]:
+        assert threading.active_count() == before
+        return []
+
+    monkeypatch.setattr(control, "audit", counts)
+    assert ctl.main(["audit", "--socket", daemon.path]) == 0
     assert capsys.readouterr().err == ""
 
 
