@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -191,7 +192,8 @@ def test_one_records_at_a_time(daemon: Running, control: Wire) -> None:
 
 def test_nothing_stands_in_the_verbs_way_while_nobody_records() -> None:
     """The table of verbs is the plain one before and after; during a recording five rows of it differ, and no other."""
-    hosted: Any = SimpleNamespace(name="default", core=SimpleNamespace(admission=None))
+    hosted: Any = Mock()
+    hosted.name = "default"
     owner: Any = SimpleNamespace(peer=SimpleNamespace(pid=1))
     server: Any = SimpleNamespace(table=TABLE, hosted=lambda name: hosted, loop=None)
     recorders = Recorders(server)
