@@ -116,6 +116,17 @@ def test_what_is_not_known_is_said_to_be_assumed(tmp_path: Path) -> None:
     assert (recorded.block_size, recorded.pool_tokens, recorded.assumed) == (16, 640, ())
 
 
+def test_an_opaque_pools_block_size_is_left_to_its_engine(tmp_path: Path) -> None:
+    """No other block size is tried or advised, append neither, and what the replays are worth for it is said."""
+    pool = {**SMALL, "granularity": "opaque", "pages": [16]}
+    made = load(trace(tmp_path / "made.kvs.gz", chats(40), pool))
+    found = advise(made, present_of(made))
+    assert not any(each.what.startswith(("block_size", "append")) for each in found.tried)
+    kept = {each.setting: each.advised for each in found.advice if not each.change}
+    assert (kept["block_size"], kept["append"]) == ("16", "chain")
+    assert any("whole blocks only" in each for each in found.meta["cautions"])
+
+
 def test_live(tmp_path: Path) -> None:
     """`--live` records a daemon at work, keeps the trace where asked, and knows the settings of its pool."""
     kept = tmp_path / "kept.kvs.gz"
