@@ -87,6 +87,9 @@ class Scraped:
         row.update(_row("frag", view, name))
         hosted, compactor = server.pools[name], server.compactors[name]
         waiting, oldest = waits(hosted.core, view.now)
+        journal = hosted.journal
+        # What earlier boots cached is held by a session of the core's that is nobody's.
+        unsettled = journal is not None and journal.everybody is not None
         row.update(
             waiting=waiting,
             oldest_wait_s=oldest,
@@ -94,6 +97,10 @@ class Scraped:
                 {"reason": str(reason), "count": count} for reason, count in server.totals.later[name].items()
             ],
             never=server.totals.never[name],
+            restored=journal.restored if journal is not None else 0,
+            missing=journal.missing if journal is not None else 0,
+            unsettled=unsettled,
+            sessions=row["sessions"] - unsettled,
             accounts=[_account(hosted.core, each) for each in self._tenants()],
             compaction={**msgspec.structs.asdict(compactor.status()), **compactor.gap_totals()._asdict()},
         )

@@ -220,6 +220,9 @@ class Pool(Figures, frozen=True, kw_only=True):
     late_completions: int
     later: Sequence[Later]
     never: int
+    restored: int
+    missing: int
+    unsettled: bool
     accounts: Sequence[Account]
     compaction: Compaction
 
@@ -307,6 +310,10 @@ POOL_GAUGES: Final = (
     Plain("sessions", "Sessions of this pool, lost ones included.", "sessions"),
     Plain("oldest_wait_seconds", "Age of the oldest request that waits; 0: none does.", "oldest_wait_s"),
     Plain("moves", "Moves of compaction that have begun and not ended.", "moves"),
+    Plain("restored_tokens", "Cached tokens that this process took over at its start from the one before.", "restored"),
+    Plain("unrestored_tokens", "Tokens cached before that it could not take over.", "missing"),
+    Plain("unsettled", "1 while sessions of before the start may read what was cached: nothing of it is evicted.",
+          "unsettled"),
 )  # fmt: skip
 POOL_COUNTERS: Final = (
     Plain("prompt_tokens", "Prompt tokens that requests came with.", "prompt_tokens"),

@@ -62,6 +62,7 @@ class Journaled:
         self.writer = writer
         self.everybody: Core | None = None
         """Holds what is cached, until all members of earlier boots are gone."""
+        self.restored = self.missing = 0  # tokens that were cached before: those taken over, and the others
         self._warm = warm
         self._hosted = hosted
 
@@ -235,6 +236,8 @@ class Warm:
         hosted.states = takeover.writer.view
         hosted.journal = journaled = Journaled(self, hosted, takeover.writer)
         journaled.everybody = takeover.everybody
+        journaled.restored = takeover.restored.tokens
+        journaled.missing = takeover.found.cached - takeover.restored.tokens
         for root in core.roots:
             hosted.users.setdefault(root, 0)
         for each in takeover.gone:

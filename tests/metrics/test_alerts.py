@@ -214,6 +214,7 @@ PLANTED: dict[str, tuple[str, list[dict[str, str]]]] = {
         series("kvslot_pool_slots", "60x60", state="quarantined", **POOL),
         series("kvslot_pool_usable_slots", "1000x60", **POOL),
     ]),
+    "KvslotUnsettled": ("20m", [series("kvslot_pool_unsettled", "1x60", **POOL)]),
     "KvslotRunsMissing": ("60m", [
         series("kvslot_pool_later_total", "0+1x90", reason="run", **POOL),
         series("kvslot_pool_usable_run_ratio", "0.05x90", blocks="32", **POOL),
