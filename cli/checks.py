@@ -95,6 +95,7 @@ class Picture:
         default_factory=list
     )  # the socket, its lock, then its folders up to the root
     admin: host.Place | None = None  # the admin API's socket; None: there is none
+    tokens: list[host.Place] = field(default_factory=list)  # files of its bearer tokens
     health: Row | None = None  # what its /healthz says
     health_why: str = ""  # ... or why that is not known
     unit: str = ""
@@ -970,16 +971,25 @@ def admin(p: Picture) -> list[Finding]:
                 "admin_socket_mode = 0o660 and admin_socket_group = the operators' group",
             )
         )  # fmt: skip
+    for each in p.tokens:
+        if each.kind == "file" and each.mode & 0o027:
+            found.append(
+                _finding(
+                    "admin", "fault", each.path, f"is open to others ({each.text()})",
+                    "who has a token may look over TCP, or act",
+                    f"chmod 640 {each.path}, and other tokens in it",
+                )
+            )  # fmt: skip
     if p.health is None:
         found.append(
             _unknown("admin", p.health_why, f"curl --unix-socket {where} http://localhost/healthz", where)
         )
         return found
-    for each in p.health.get("checks", ()):
-        if not each["ok"]:
+    for told in p.health.get("checks", ()):
+        if not told["ok"]:
             found.append(
                 _finding(
-                    "admin", "warning", each["name"], f"its check {each['name']} fails", each["reason"],
+                    "admin", "warning", told["name"], f"its check {told['name']} fails", told["reason"],
                     "docs/operations.md goes on from there",
                 )
             )  # fmt: skip

@@ -165,6 +165,8 @@ def see(control: Control, names: list[str]) -> Picture:
             os.path.dirname(control.socket), "admin.sock"
         )
         picture.admin = host.place(path)
+        files = [_setting(picture, name) for name in ("admin_token_file", "admin_act_token_file")]
+        picture.tokens = [host.place(file) for file in files if file]
         if picture.admin.kind == "socket":
             picture.health, picture.health_why = host.health(path)
     if picture.unit:

@@ -209,6 +209,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("permissions", lambda p: place(p, 3, mode=0o777), "fault", "may be written by everybody", "chmod go-w /run"),
     ("admin", lambda p: setattr(p, "admin", host.Place("/run/a", "missing")), "warning", "is missing", "unavailable"),
     ("admin", lambda p: setattr(p, "admin", host.Place("/run/a", "socket", 0o666)), "warning", "open to every", "660"),
+    ("admin", lambda p: p.tokens.append(host.Place("/etc/kvslot/t", "file", 0o644, 0, 0)), "fault", "is open to others",
+     "chmod 640 /etc/kvslot/t"),
     ("admin", lambda p: setattr(p, "health", None), "unknown", "", "curl --unix-socket"),
     ("admin", lambda p: put(p, "health", checks=[{"name": "loop", "ok": False, "reason": "no beat for 9 s"}]),
      "warning", "its check loop fails", "operations.md"),

@@ -120,6 +120,7 @@ class View:
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
     )
     totals: dict[str, Any] = field(default_factory=lambda: Totals(["chat"]).row([], Collector().statistics()))
+    tenants: list[dict[str, Any]] = field(default_factory=lambda: [{"pool": "chat", "tenant": "*"}])
     steps: list[dict[str, Any]] = field(
         default_factory=lambda: [
             {"verb": "Allocate", "step": "all", "sampled": 3, "seconds": 0.1, "classes": [0, 3]}
