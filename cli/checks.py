@@ -115,7 +115,7 @@ def versions(p: Picture) -> list[Finding]:
     protocol = p.process.get("protocol")
     if protocol is not None and protocol != p.protocol:
         return [
-            _finding(
+            Finding(
                 "versions", "fault", "", f"the daemon speaks protocol {protocol}, kvslotctl {p.protocol}",
                 "engines with the client library of this version are refused at Hello",
                 "install one version of kvslot for daemon and engines, then restart the daemon",
@@ -123,7 +123,7 @@ def versions(p: Picture) -> list[Finding]:
         ]  # fmt: skip
     if theirs != p.version:
         return [
-            _finding(
+            Finding(
                 "versions", "warning", "", f"kvslotd is {theirs}, kvslotctl {p.version}",
                 "the package was changed and the daemon not restarted, or this is another installation",
                 f"restart the daemon ({_restart(p)}), or run the kvslotctl that belongs to it",
@@ -139,7 +139,7 @@ def configuration(p: Picture) -> list[Finding]:
         return [_unknown("configuration", p.effective_why, "run doctor as root or as the daemon's user")]
     if not p.effective.get("ok", False) and p.effective.get("settings") is None:
         return [
-            _finding(
+            Finding(
                 "configuration", "warning", "", f"the configuration cannot be used: {problem}",
                 "the daemon runs on with what it read at its start, and would not start again",
                 "mend it, and look with kvslotd --check-config",
@@ -161,7 +161,7 @@ def configuration(p: Picture) -> list[Finding]:
         now, then = (f"0o{each:o}" if mode else each for each in (live[name]["value"], told[name]))
         changeable = live[name]["changeable"]
         found.append(
-            _finding(
+            Finding(
                 "configuration", "note" if changeable else "warning", name,
                 f"{name} is {_shown(now)} in the daemon, and {_shown(then)} in its configuration",
                 "it was set while the daemon runs, or the file has been changed since",
@@ -173,7 +173,7 @@ def configuration(p: Picture) -> list[Finding]:
     then_names = [pool.get("name", "default") for pool in told.get("pools", [])]
     if names != then_names:
         found.append(
-            _finding(
+            Finding(
                 "configuration", "warning", "pools",
                 f"the daemon hosts {', '.join(names)}, its configuration says {', '.join(then_names) or 'none'}",
                 "pools are made at the start", f"a restart takes it over: {_restart(p)}",
@@ -193,7 +193,7 @@ def _pools_differ(p: Picture, told: Row) -> list[Finding]:
         for name, value in row["settings"].items():
             if name in wanted and name != "block_size" and not _same(wanted[name], value):
                 found.append(
-                    _finding(
+                    Finding(
                         "configuration", "warning", row["pool"],
                         f"{name} is {_shown(value)} in the pool, and {_shown(wanted[name])} in the configuration",
                         "pools are as they were made", f"a restart takes it over: {_restart(p)}",
@@ -214,14 +214,14 @@ def block_size(p: Picture) -> list[Finding]:
         wanted = then.get(name, {}).get("block_size")
         if given is not None and given != runs:
             found.append(
-                _finding(
+                Finding(
                     "block_size", "fault", name, f"blocks of {given} were configured, the pool has {runs}",
                     "what the daemon made is not what it was told to make", "report it",
                 )
             )  # fmt: skip
         elif wanted is not None and wanted != runs:
             found.append(
-                _finding(
+                Finding(
                     "block_size", "warning", name, f"blocks of {runs} run, the configuration says {wanted} by now",
                     "a block size is fixed when the pool is made", f"a restart takes it over: {_restart(p)}",
                 )
@@ -242,7 +242,7 @@ def audit(p: Picture) -> list[Finding]:
         elif each["faults"]:
             more = f" (and {len(each['faults']) - 1} more)" if len(each["faults"]) > 1 else ""
             found.append(
-                _finding(
+                Finding(
                     "audit", "fault", each["pool"], f"{each['faults'][0]}{more}",
                     "the books do not agree with themselves: what is handed out next may be wrong",
                     "keep the output of kvslotctl audit --json and the log, drain and restart the daemon, report it",
@@ -273,7 +273,7 @@ def fragmentation(p: Picture) -> list[Finding]:
         used_blocks = row["blocks"] - row["blocks_free"]
         if row["internal_waste_pct"] > WASTE_PCT and used_blocks > row["blocks"] / 2:
             found.append(
-                _finding(
+                Finding(
                     "fragmentation", "warning", name,
                     f"{_screen.pct(row['internal_waste_pct'])} of the slots in used blocks hold no token",
                     f"room for {row['free']:,} tokens lies in holes, or in copies ({row['duplicate_tokens']:,}), "
@@ -283,7 +283,7 @@ def fragmentation(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if usable and 100 * row["pinned_waste_tokens"] / usable > PINNED_WASTE_PCT:
             found.append(
-                _finding(
+                Finding(
                     "fragmentation", "warning", name,
                     f"{row['pinned_waste_tokens']:,} free slots lie in blocks that something keeps in use",
                     "short pieces still fit there, whole blocks and long runs do not", _defrag(p, name),
@@ -292,7 +292,7 @@ def fragmentation(p: Picture) -> list[Finding]:
         index = row["usable_run_pct"].get(str(_power(run_blocks)))
         if usable and index is not None and 100 * row["free"] / usable > FREE_PCT and index < RUN_PCT:
             found.append(
-                _finding(
+                Finding(
                     "fragmentation", "warning" if waits else "note", name,
                     f"only {_screen.pct(index)} of the free memory is in runs of {_power(run_blocks)} blocks",
                     "a request that wants one run waits for it now" if waits
@@ -321,7 +321,7 @@ def compaction(p: Picture) -> list[Finding]:
         name = row["pool"]
         if row["failed"]:
             found.append(
-                _finding(
+                Finding(
                     "compaction", "warning", name, f"{row['failed']:,} of its copies failed",
                     "the device could not make them; what was to be moved stayed where it was",
                     "look for copy failures in the daemon's log",
@@ -329,7 +329,7 @@ def compaction(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif row["mode"] == "off" and setting not in (None, "off"):
             found.append(
-                _finding(
+                Finding(
                     "compaction", "note", name, f"stopped by hand, though the setting is {setting}",
                     "kvslotctl defrag stop holds until start, or until the daemon ends",
                     f"kvslotctl defrag start --pool {name}",
@@ -337,7 +337,7 @@ def compaction(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif row["mode"] == "off" and row["unpacked_pct"] > start:
             found.append(
-                _finding(
+                Finding(
                     "compaction", "note", name,
                     f"off, and {_screen.pct(row['unpacked_pct'])} of the free memory is in no whole block",
                     "nothing moves cached data together", "kvslotctl set compaction idle",
@@ -385,7 +385,7 @@ def lengths(p: Picture) -> list[Finding]:
         sure = "sure of it by kvslotctl record, then kvslotctl advise"
         if drift > DRIFT:
             found.append(
-                _finding(
+                Finding(
                     "lengths", "warning" if oversized else "note", name,
                     f"lengths have drifted since the start (distance {drift:.2f}): {half}",
                     advice or f"blocks of {row['block_size']} suit the lengths of now as well",
@@ -394,7 +394,7 @@ def lengths(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif oversized:
             found.append(
-                _finding(
+                Finding(
                     "lengths", "note", name,
                     f"blocks of {row['block_size']} are large for what runs: {_screen.pct(waste)} of them empty",
                     f"{advice}; slots make up for most of it, long runs and whole free blocks become rare",
@@ -434,7 +434,7 @@ def watermark(p: Picture) -> list[Finding]:
             times = f"{pushes.get('preempt', 0):,} sequences were named to be given up since the start"
             now = f"{_common.several(owing, 'sequence')} named to be given up now" if owing else times
             found.append(
-                _finding(
+                Finding(
                     "watermark", "warning" if owing else "note", name, now,
                     f"what runs grew into more than there is; {_screen.pct(100 * share)} is kept back for growth",
                     f"raise watermark of pool {name} (to {min(0.2, max(0.02, 2 * share)):.2f}), or let engines run "
@@ -443,7 +443,7 @@ def watermark(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif share > WATERMARK_MOST:
             found.append(
-                _finding(
+                Finding(
                     "watermark", "warning", name,
                     f"{_screen.pct(100 * share)} of the slots are kept back from new requests",
                     "so much never serves a new request while anything runs", f"lower watermark of pool {name}",
@@ -451,7 +451,7 @@ def watermark(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif back:
             found.append(
-                _finding(
+                Finding(
                     "watermark", "note", name,
                     f"{_common.several(len(back), 'request')} would fit but for the watermark",
                     f"{held:,} slots are kept for what runs to grow into",
@@ -477,7 +477,7 @@ def waiting(p: Picture) -> list[Finding]:
         if oldest > TICKET_S:
             free = pool["free"] + pool["evictable"]
             found.append(
-                _finding(
+                Finding(
                     "waiting", "warning", name,
                     f"{_common.several(len(tickets), 'request')} waiting, the oldest for {_screen.duration(oldest)}",
                     f"{free:,} slots are free or evictable, {pool['private']:,} held by what runs, "
@@ -499,7 +499,7 @@ def pins(p: Picture) -> list[Finding]:
         limit = int(pool["usable"] * core.get("pin_share", 0.5))
         if limit and pool["pinned"] > SHARE_NEAR * limit:
             found.append(
-                _finding(
+                Finding(
                     "pins", "note", pool["pool"], f"pins keep {pool['pinned']:,} tokens of the {limit:,} they may",
                     "the next pin is refused, and so much is never evicted",
                     "kvslotctl clients names who pins; unpin, or raise pin_share",
@@ -519,7 +519,7 @@ def hits(p: Picture) -> list[Finding]:
         name, asked, hit = pool["pool"], pool["prompt_tokens"], pool["hit_tokens"]
         if asked >= HIT_TOKENS and hit < 0.01 * asked:
             found.append(
-                _finding(
+                Finding(
                     "hits", "note", name, f"{_screen.share(hit, asked)} of {asked:,} prompt tokens were found cached",
                     f"in {_common.several(pool['namespaces'], 'namespace')}: prompts share no beginning, or each has a "
                     "namespace of its own, or what is cached goes before it is asked for",
@@ -548,7 +548,7 @@ def sessions(p: Picture) -> list[Finding]:
             state = p.state_of(row["pid"])
             stopped = state == "T"
             found.append(
-                _finding(
+                Finding(
                     "sessions", "warning", who,
                     f"stalled for {_screen.duration(row.get('behind_s', 0))} at step {row['completed']} of "
                     f"{row['submitted']}; it holds {row['charged']:,} slots, {row['fenced']:,} of them fenced",
@@ -561,7 +561,7 @@ def sessions(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if row["owes"]:
             found.append(
-                _finding(
+                Finding(
                     "sessions", "warning", who, f"has not answered {_common.several(row['owes'], 'Preempt')}",
                     "past the deadline its new requests wait, and the next victim is named",
                     "its engine must free or swap what Preempt names; see docs/client.md",
@@ -569,7 +569,7 @@ def sessions(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if row["outbox_bytes"]:
             found.append(
-                _finding(
+                Finding(
                     "sessions", "note", who, f"leaves {_screen.size(row['outbox_bytes'])} of answers unread",
                     f"after {_value(p, 'reply_seconds') or 10:g} s of that it is dropped",
                     f"look at process {row['pid']}",
@@ -577,7 +577,7 @@ def sessions(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if row["posted_errors"]:
             found.append(
-                _finding(
+                Finding(
                     "sessions", "note", who, f"{row['posted_errors']:,} of its posted Free and Trim were refused",
                     "it frees what it does not have: a fault of that engine's adapter",
                     "the log's posted_refused says which, and why",
@@ -587,7 +587,7 @@ def sessions(p: Picture) -> list[Finding]:
             usable = next((pool["usable"] for pool in p.pools if pool["pool"] == row["pool"]), 0)
             if row["quota"] < usable:
                 found.append(
-                    _finding(
+                    Finding(
                         "sessions", "note", who, f"holds {row['charged']:,} of its quota of {row['quota']:,} slots",
                         "it is told LATER (quota), whatever is free", "raise quota of the pool, or run fewer sequences",
                     )
@@ -595,7 +595,7 @@ def sessions(p: Picture) -> list[Finding]:
     most = p.process.get("sessions_max") or _value(p, "sessions_max") or 0
     if most and len(p.sessions) > SHARE_NEAR * most:
         found.append(
-            _finding(
+            Finding(
                 "sessions", "warning", "", f"{len(p.sessions)} sessions of {most}",
                 "the next engines are refused", "raise sessions_max; kvslotctl clients shows who is there",
             )
@@ -615,7 +615,7 @@ def quarantine(p: Picture) -> list[Finding]:
             continue
         there = p.state_of(row["pid"])
         found.append(
-            _finding(
+            Finding(
                 "quarantine", "warning" if age > LOST_WARNING_S else "note", _who(row),
                 f"lost {_screen.duration(age)} ago, and holds {row['charged']:,} slots",
                 "its process lives and may still write to them" if there
@@ -628,7 +628,7 @@ def quarantine(p: Picture) -> list[Finding]:
         held = pool["quarantined"]
         if not found and held and not lost:
             found.append(
-                _finding(
+                Finding(
                     "quarantine", "note", pool["pool"], f"{held:,} slots are set aside for no session of this boot",
                     "processes of before a restart may still use them",
                     "they come back when those processes return or end",
@@ -645,7 +645,7 @@ def peers(p: Picture) -> list[Finding]:
     faults = p.process.get("peer_faults", 0)
     if faults:
         found.append(
-            _finding(
+            Finding(
                 "peers", "note", "", f"{_common.several(faults, 'connection')} ended for breaking the protocol",
                 "an engine of another version, or something that is no engine",
                 "the log's peer_fault says which process",
@@ -654,7 +654,7 @@ def peers(p: Picture) -> list[Finding]:
     refused = p.process.get("refused_connections", 0)
     if refused:
         found.append(
-            _finding(
+            Finding(
                 "peers", "warning", "", f"{_common.several(refused, 'connection')} refused since the start",
                 f"more than {p.process.get('connections_max', 0)} came at a time",
                 "raise sessions_max, and LimitNOFILE with it; or find who connects in a loop",
@@ -663,7 +663,7 @@ def peers(p: Picture) -> list[Finding]:
     for pool in p.pools:
         if pool.get("bad_handles"):
             found.append(
-                _finding(
+                Finding(
                     "peers", "note", pool["pool"],
                     f"{pool['bad_handles']:,} requests named what had ended or was not theirs",
                     "refused without effect; many of them mean that an adapter counts wrongly",
@@ -681,7 +681,7 @@ def latency(p: Picture) -> list[Finding]:
         return [_ok("latency", "", "no Allocate has been timed yet", "nothing to judge by")]
     if row["all_us_p99"] > ALLOCATE_US:
         return [
-            _finding(
+            Finding(
                 "latency", "warning", "", f"Allocate takes {row['all_us_p99'] / 1000:,.1f} ms (99th percentile)",
                 f"inside the daemon, since its start; the loop was late by {late * 1000:,.0f} ms at most",
                 "kvslotctl latency shows the steps; where the processor is shared, give the unit CPUWeight, or cores",
@@ -705,7 +705,7 @@ def log(p: Picture) -> list[Finding]:
         return [_unknown("log", "the daemon tells nothing of it", "it is of an older version")]
     if lost:
         return [
-            _finding(
+            Finding(
                 "log", "note", "", f"{_common.several(lost, 'line')} of the log found no taker",
                 "who reads its standard error is gone, or does not keep up",
                 "look at journald: its limits and its disk",
@@ -725,14 +725,14 @@ def descriptors(p: Picture) -> list[Finding]:
     fits = p.process.get("sessions_max", wanted)
     if fits < wanted:
         return [
-            _finding(
+            Finding(
                 "descriptors", "warning", "", f"{most:,} descriptors suffice for {fits} sessions, not for {wanted}",
                 "a session takes five; beyond that engines are refused", f"LimitNOFILE={5 * wanted + 128} in the unit",
             )
         ]  # fmt: skip
     if most is not None and used > SHARE_NEAR * most:
         return [
-            _finding(
+            Finding(
                 "descriptors", "warning", "", f"{used:,} of {most:,} descriptors are open",
                 "without any the daemon accepts nobody",
                 "raise LimitNOFILE in the unit; kvslotctl clients shows who holds them",
@@ -753,7 +753,7 @@ def locked_memory(p: Picture) -> list[Finding]:
         shown = "no limit" if limit is None else _screen.size(limit)
         return [_ok("locked_memory", "", f"{shown} may be locked", f"the pools have {_screen.size(size)}")]
     return [
-        _finding(
+        Finding(
             "locked_memory", "note", "",
             f"{_screen.size(limit)} may be locked, and the pools have {_screen.size(size)}",
             "a pool in host memory is not locked and needs no more; one that a device copies from is",
@@ -773,7 +773,7 @@ def shared_memory(p: Picture) -> list[Finding]:
         limit = p.process.get(key)
         if limit is not None and limit < 2 * largest:
             found.append(
-                _finding(
+                Finding(
                     "shared_memory", "warning", name, f"the limit on {name} is {_screen.size(limit)}",
                     f"it holds for a pool's memory, too, and the largest has {_screen.size(largest)}",
                     f"Limit{unit}=infinity in the unit",
@@ -782,7 +782,7 @@ def shared_memory(p: Picture) -> list[Finding]:
     shm = p.machine.get("shm_total")
     if shm is not None and shm < SHM_BYTES:
         found.append(
-            _finding(
+            Finding(
                 "shared_memory", "note", "/dev/shm", f"has {_screen.size(shm)}",
                 "pools are not in it, but engines of several processes share theirs there",
                 "docker run --shm-size, or mount -o remount,size=50% /dev/shm",
@@ -807,7 +807,7 @@ def memory(p: Picture) -> list[Finding]:
     if group is not None and group["max"] is not None:
         if group["max"] < size:
             found.append(
-                _finding(
+                Finding(
                     "memory", "warning", group["name"],
                     f"the control group may have {_screen.size(group['max'])}, the pools have {_screen.size(size)}",
                     "pages of a pool count for the daemon: the kernel kills it when they are touched",
@@ -816,7 +816,7 @@ def memory(p: Picture) -> list[Finding]:
             )  # fmt: skip
         elif group["current"] > 0.97 * group["max"]:
             found.append(
-                _finding(
+                Finding(
                     "memory", "warning", group["name"],
                     f"{_screen.size(group['current'])} of {_screen.size(group['max'])} are used",
                     "past the limit the kernel takes pages away, then kills", "raise MemoryMax in the unit",
@@ -824,7 +824,7 @@ def memory(p: Picture) -> list[Finding]:
             )  # fmt: skip
     if group is not None and group["oom_kills"]:
         found.append(
-            _finding(
+            Finding(
                 "memory", "warning", group["name"],
                 f"the kernel has killed {_common.several(group['oom_kills'], 'process', 'processes')} here",
                 "memory was short: its limit, or the machine's, is too small for what runs there",
@@ -834,7 +834,7 @@ def memory(p: Picture) -> list[Finding]:
     swapped = max(p.process.get("swapped_bytes") or 0, (group or {}).get("swap_current") or 0)
     if swapped > 1 << 20:
         found.append(
-            _finding(
+            Finding(
                 "memory", "warning", "", f"{_screen.size(swapped)} of the daemon's memory is swapped out",
                 "a page that comes from disk takes milliseconds, for engines and for the daemon",
                 "MemorySwapMax=0 in the unit, or swapoff -a",
@@ -843,7 +843,7 @@ def memory(p: Picture) -> list[Finding]:
     total, left = p.machine.get("total"), p.machine.get("available")
     if total and left is not None and left < 0.03 * total:
         found.append(
-            _finding(
+            Finding(
                 "memory", "warning", "", f"{_screen.size(left)} of {_screen.size(total)} are left on this machine",
                 "the kernel reclaims, then kills, whoever is largest: the daemon's pools are",
                 "a smaller pool, or fewer neighbours",
@@ -873,7 +873,7 @@ def permissions(p: Picture) -> list[Finding]:
     mode = _value(p, "socket_mode")
     if socket.kind != "socket":
         found.append(
-            _finding(
+            Finding(
                 "permissions", "warning", socket.path, f"is {socket.kind} by now, and this is not the daemon's socket",
                 "it was removed or replaced while the daemon runs: no new engine can connect",
                 f"restart the daemon: {_restart(p)}",
@@ -882,7 +882,7 @@ def permissions(p: Picture) -> list[Finding]:
     else:
         if socket.uid not in trusted:
             found.append(
-                _finding(
+                Finding(
                     "permissions", "fault", socket.path,
                     f"belongs to {host.user(socket.uid)}, and the daemon runs as {host.user(daemon)}",
                     "its owner may replace it, and see what engines send", f"chown {host.user(daemon)} {socket.path}",
@@ -890,7 +890,7 @@ def permissions(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if mode is not None and socket.mode != mode:
             found.append(
-                _finding(
+                Finding(
                     "permissions", "warning", socket.path, f"has mode {socket.mode:04o}, socket_mode says {mode:04o}",
                     "somebody changed it, or systemd made it with a SocketMode of its own",
                     f"chmod {mode:04o} {socket.path}, and one value in unit and configuration",
@@ -898,7 +898,7 @@ def permissions(p: Picture) -> list[Finding]:
             )  # fmt: skip
         if socket.mode & 0o002:
             found.append(
-                _finding(
+                Finding(
                     "permissions", "warning", socket.path, f"is open to everybody ({socket.mode:04o})",
                     "whoever opens a session maps the pool, and may write all of it",
                     "socket_mode = 0o660 and socket_group = the engines' group",
@@ -907,7 +907,7 @@ def permissions(p: Picture) -> list[Finding]:
         group = _value(p, "socket_group")
         if group and host.group(socket.gid) != group:
             found.append(
-                _finding(
+                Finding(
                     "permissions", "warning", socket.path,
                     f"belongs to group {host.group(socket.gid)}, socket_group says {group}",
                     "engines of that group cannot connect", f"chgrp {group} {socket.path}, or restart the daemon",
@@ -915,7 +915,7 @@ def permissions(p: Picture) -> list[Finding]:
             )  # fmt: skip
     if lock.kind == "file" and lock.mode & 0o022:
         found.append(
-            _finding(
+            Finding(
                 "permissions", "warning", lock.path, f"may be written by others ({lock.text()})",
                 "who takes the lock keeps the daemon from starting", f"chmod 600 {lock.path}",
             )
@@ -926,7 +926,7 @@ def permissions(p: Picture) -> list[Finding]:
             continue
         if folder.uid not in trusted:
             found.append(
-                _finding(
+                Finding(
                     "permissions", "fault", folder.path,
                     f"belongs to {host.user(folder.uid)}, and the daemon runs as {host.user(daemon)}",
                     "who owns a folder on the way can put another socket in its place",
@@ -936,7 +936,7 @@ def permissions(p: Picture) -> list[Finding]:
         elif folder.mode & 0o022 and not sticky:
             whose = "everybody" if folder.mode & 0o002 else f"group {host.group(folder.gid)}"
             found.append(
-                _finding(
+                Finding(
                     "permissions", "fault", folder.path, f"may be written by {whose} ({folder.text()})",
                     "who can write a folder on the way can put another socket in its place",
                     f"chmod go-w {folder.path}",
@@ -956,7 +956,7 @@ def admin(p: Picture) -> list[Finding]:
     where = p.admin.path
     if p.admin.kind != "socket":
         return [
-            _finding(
+            Finding(
                 "admin", "warning", where, f"is {p.admin.kind}, and the admin API is on",
                 "no metrics, no page, no /healthz: it could not have its socket, or that was removed",
                 "the log's admin_unavailable says why; admin = false turns it off",
@@ -965,7 +965,7 @@ def admin(p: Picture) -> list[Finding]:
     found: list[Finding] = []
     if p.admin.mode & 0o002:
         found.append(
-            _finding(
+            Finding(
                 "admin", "warning", where, f"is open to everybody ({p.admin.mode:04o})",
                 "whoever connects sees who is connected and what is cached",
                 "admin_socket_mode = 0o660 and admin_socket_group = the operators' group",
@@ -974,7 +974,7 @@ def admin(p: Picture) -> list[Finding]:
     for each in p.tokens:
         if each.kind == "file" and each.mode & 0o027:
             found.append(
-                _finding(
+                Finding(
                     "admin", "fault", each.path, f"is open to others ({each.text()})",
                     "who has a token may look over TCP, or act",
                     f"chmod 640 {each.path}, and other tokens in it",
@@ -988,7 +988,7 @@ def admin(p: Picture) -> list[Finding]:
     for told in p.health.get("checks", ()):
         if not told["ok"]:
             found.append(
-                _finding(
+                Finding(
                     "admin", "warning", told["name"], f"its check {told['name']} fails", told["reason"],
                     "docs/operations.md goes on from there",
                 )
@@ -1002,7 +1002,7 @@ def stopping(p: Picture) -> list[Finding]:
     if p.status["state"] == "draining":
         left = _screen.duration(p.status["drain_left_s"] or 0)
         return [
-            _finding(
+            Finding(
                 "stopping", "note", "", f"it drains, and ends in {left} at most", "somebody stops or restarts it",
                 "kvslotctl clients says who still runs",
             )
@@ -1020,7 +1020,7 @@ def stopping(p: Picture) -> list[Finding]:
         ]
     if p.stop_seconds <= budget:
         return [
-            _finding(
+            Finding(
                 "stopping", "warning", p.unit, f"TimeoutStopSec is {p.stop_seconds:g} s, drain_seconds {budget:g}",
                 "the daemon is killed in the middle of its drain", f"TimeoutStopSec={budget + 10:g} in the unit",
             )
@@ -1040,7 +1040,7 @@ def restart(p: Picture) -> list[Finding]:
         if not p.unit:
             return [_ok("restart", "", lost, "started by hand: nothing keeps its memory meanwhile")]
         return [
-            _finding(
+            Finding(
                 "restart", "note", p.unit, lost, "the unit has no store of descriptors",
                 "FileDescriptorStoreMax=4096 in the unit, as the one that comes along says",
             )
@@ -1048,7 +1048,7 @@ def restart(p: Picture) -> list[Finding]:
     wanted, most = 2 * len(p.pools) + len(p.sessions), p.process["store_max"]
     if wanted > most:
         return [
-            _finding(
+            Finding(
                 "restart", "warning", p.unit, f"{wanted} descriptors are to be kept, and {most} are",
                 "of the others' sessions a restart has no proof of life, so their slots wait for long",
                 "raise FileDescriptorStoreMax in the unit",
@@ -1121,10 +1121,6 @@ def few(found: list[Finding]) -> list[Finding]:
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _finding(check: str, verdict: str, subject: str, finding: str, reason: str, remedy: str) -> Finding:
-    return Finding(check, verdict, subject, finding, reason, remedy)
 
 
 def _ok(check: str, subject: str, finding: str, reason: str) -> Finding:
