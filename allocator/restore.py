@@ -67,6 +67,7 @@ class Restored(NamedTuple):
     tokens: int  # cached again
     aside: int  # slots
     left: Slots  # of those that nobody in particular may use
+    cached: npt.NDArray[np.bool_]  # by slot
 
 
 def restore(
@@ -119,7 +120,14 @@ def restore(
         everybody.kept = leaves
         leaves.reverse()  # they are released from the end: what was published first is the oldest
     return Restored(
-        roots, sessions, everybody, pool.tree.nodes - len(roots), counts[CACHED], counts[QUARANTINED], left
+        roots,
+        sessions,
+        everybody,
+        pool.tree.nodes - len(roots),
+        counts[CACHED],
+        counts[QUARANTINED],
+        left,
+        cached,
     )
 
 

@@ -70,7 +70,7 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     if everybody is not None and not alive.intersection(holders):
         pool.gone(everybody)
         everybody = None
-    _settle(columns, pool, restored)
+    _settle(columns, pool, found, restored)
     # Handles of an earlier life (pins, tickets) are none of this one's.
     columns.words[LIVES] = lives_before = columns.words[LIVES] + 1
     pool.serial += lives_before << HANDLE_BITS
@@ -81,20 +81,15 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     return Takeover(writer, restored, found, everybody, living, gone)
 
 
-def _settle(columns: Columns, pool: Pool, restored: Restored) -> None:
+def _settle(columns: Columns, pool: Pool, found: Found, restored: Restored) -> None:
     """The columns say what the pool is now."""
     owner = np.frombuffer(columns.owner, np.uint64)
     state = np.frombuffer(columns.state, np.uint8)
     owner[restored.left] = HELD
     new = np.full(pool.slots, QUARANTINED, np.uint8)
+    new[found.free] = FREE
+    new[restored.cached] = CACHED
     new[: pool.padding] = PADDING
-    for start, length in pool.runs.length_at.items():
-        new[start : start + length] = FREE
-    tree = pool.tree
-    for node in tree.live():
-        extents = tree.extents(node)
-        for i in range(0, len(extents), 2):
-            new[extents[i] : extents[i] + extents[i + 1]] = CACHED
     state[:] = new
 
 

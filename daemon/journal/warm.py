@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import hmac
 import os
 import secrets
@@ -230,7 +231,14 @@ class Warm:
             hosted.states = writer.view
             hosted.journal = Journaled(self, hosted, writer)
             return
-        takeover = take_over(columns, core, self._lives)
+        # All that is made here stays: the collector would go through it again and again for nothing.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            takeover = take_over(columns, core, self._lives)
+        finally:
+            if collects:
+                gc.enable()
         columns.write_head(head)
         os.close(journal)
         hosted.states = takeover.writer.view
