@@ -20,9 +20,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-EVENTS_MOST: Final = 8192
-"""Two hours of ticks."""
-BYTES_MOST: Final = 8 << 20
+EVENTS_MOST: Final = 4096
+BYTES_MOST: Final = 2 << 20
+"""Half an hour of ticks; the whole process has some forty megabytes beside its pools."""
 LINE_MOST: Final = 64 << 10
 """Bytes of one event; what is longer is cut down to its name."""
 
