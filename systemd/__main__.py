@@ -114,10 +114,10 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         print(
             f"\nThere is no {program} in {root} yet: a virtual environment there, with this package, has one."
         )
-    beside = _program() == program
+    mine = _program() == program
     for each in (
         program,
-        sys.base_prefix if beside else "",
+        sys.base_prefix if mine else "",
     ):  # an environment leans on the Python that made it
         if f"{each[1:]}/".startswith(tuple(f"{hidden}/" for hidden in HIDDEN)):
             print(

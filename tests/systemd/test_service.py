@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -159,9 +160,9 @@ def test_S71_a_slow_start_is_not_cut_off(folder: Path, monkeypatch: pytest.Monke
 def test_S71_a_loop_that_hangs_gives_no_sign_of_life(folder: Path) -> None:
     """A blocked loop sends no WATCHDOG, is killed and started anew; who waits at the door is served by the next one."""
     block = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))"
-    with supervised(folder, first=block, watchdog_seconds=2.0) as manager:
+    with supervised(folder, first=block, watchdog_seconds=4.0) as manager:
         manager.start()
-        manager.wait(lambda: len(manager.said("WATCHDOG")) >= 2)
+        manager.wait(lambda: bool(manager.said("WATCHDOG")))
         manager.send(signal.SIGUSR1)
         with Wire(folder / "s", timeout=LONG) as waiting:
             manager.wait(lambda: manager.starts == 2 and manager.state == "running")
@@ -227,7 +228,7 @@ def test_S71_a_device_thread_that_hangs_is_found_out(monkeypatch: pytest.MonkeyP
     _until(lambda: not device.statistics().pending)
     for _ in range(5):
         first, second = device.ask(), device.ask()
-        _until(lambda second=second: device.answered(second))
+        _until(partial(device.answered, second))
         assert device.answered(first)
 
     stuck, go = threading.Event(), threading.Event()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from .supervisor import Supervisor
 
@@ -92,14 +94,16 @@ def test_limits_are_kept_and_extended() -> None:
         assert manager.codes == [-signal.SIGKILL]
     code = """
 import time
-notifier.extend(60)
-time.sleep(0.3)
-notifier.watchdog()
+told = []
+on(signal.SIGUSR1, lambda: told.append(1))
+notifier.extend(600)
+while not told:
+    time.sleep(0.01)
 """
-    # The limit is that of the interpreter's own start, which nothing extends: ten times what that takes.
-    with service(code + SERVE, start_seconds=5.0, watchdog_seconds=0.3, restarts=False) as manager:
-        manager.start()
-        assert manager._deadline == 0.0
+    with service(code + SERVE, watchdog_seconds=0.3, restarts=False) as manager:
+        manager.start(ready=False)
+        manager.wait(lambda: manager._deadline > time.monotonic() + 2 * manager.start_seconds)
+        manager.send(signal.SIGUSR1)
         manager.wait(lambda: manager.state == "dead")
         assert manager.history == ["started", "ready", "watchdog", "exited"]
         assert manager.codes == [-signal.SIGABRT]
@@ -122,9 +126,13 @@ os.wait()
 def test_a_failure_is_tried_again_but_for_some() -> None:
     """After a failure it is started again, after the codes of RestartPreventExitStatus and a good end it is not."""
     for code, starts in ((70, 2), (2, 1), (3, 1), (0, 1)):
+
+        def done(manager: Supervisor, wanted: int = starts) -> bool:
+            return manager.starts == wanted and len(manager.codes) == 1
+
         text = f"if os.path.exists(sys.argv[1]): signal.pause()\nopen(sys.argv[1], 'w')\nsys.exit({code})"
         with service(text) as manager:
             manager.command.append(str(manager.folder / "there"))
             manager.start(ready=False)
-            manager.wait(lambda want=starts, which=manager: which.starts == want and len(which.codes) == 1)
+            manager.wait(partial(done, manager))
             assert manager.state == ("starting" if starts == 2 else "dead")
