@@ -32,6 +32,9 @@ from kvslot.api.wire import Busy, Denied, messages
 from kvslot.daemon.logs import limited
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvslot.allocator import Pool
     from kvslot.daemon.config import Settings, TenantSettings
     from kvslot.daemon.membership import Member, Peer
 
@@ -224,6 +227,33 @@ class Identity:
                 f"tenant {tenant.rules.name!r} has made all requests of this second: its quota requests_per_second is "
                 f"{tenant.rules.requests_per_second:g}; ask again in {max(1, round(seconds * 1e3))} ms"
             )
+
+    # -- to be seen --------------------------------------------------------------------------------------------
+
+    def rows(self, cores: Mapping[str, Pool]) -> list[dict[str, Any]]:
+        """What each tenant holds of each pool, in slots, with its quotas; a quota of 0 is none."""
+        rows: list[dict[str, Any]] = []
+        for pool, core in cores.items():
+            for tenant in self._tenants.values():
+                rules = tenant.rules
+                account = core.accounts.get(rules.name, core.everyone)
+                rows.append(
+                    {
+                        "pool": pool,
+                        "tenant": rules.name,
+                        "charged": account.charged,
+                        "fenced": account.fenced,
+                        "slots": rules.slots,
+                        "unwritten": account.unwritten,
+                        "reserved": rules.reserved_runs * core.quantum,
+                        "sessions": tenant.sessions,
+                        "sessions_max": rules.sessions,
+                        "requests_per_second": rules.requests_per_second,
+                        "refused_sessions": tenant.refused["sessions"],
+                        "refused_requests": tenant.refused["requests_per_second"],
+                    }
+                )
+        return rows
 
     # -- the record --------------------------------------------------------------------------------------------
 

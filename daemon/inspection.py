@@ -7,8 +7,8 @@ bounded in work: at most `limit` owners of slots, nodes or rows, well below a mi
 size.  A listing of many pages is therefore a picture taken over some time: what changes meanwhile may be missing or be
 listed in both its places.  Cursors only ever rise, so every listing ends.
 
-    one row each    status · process · pools · sessions · namespaces · tickets · pins · frag · defrag · lengths ·
-                    latency · steps · totals · config · settings
+    one row each    status · process · pools · sessions · tenants · namespaces · tickets · pins · frag · defrag ·
+                    lengths · latency · steps · totals · config · settings
     columns         tree    a row is a stretch of nodes: {"node": [...], "parent": [...], ...}, all of one length
                     map     a row is a state: {"state": "cached", "extents": [slot, length, slot, length, ...]}
 
@@ -149,6 +149,8 @@ class View(Protocol):
     def totals(self) -> Mapping[str, Any]: ...  # counts since the process began
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]: ...  # by verb and step of the data path: a histogram each
+    @property
+    def tenants(self) -> Sequence[Mapping[str, Any]]: ...  # of each pool: what they hold, and their quotas
 
 
 # -- the one entry ----------------------------------------------------------------------------------------------------
@@ -382,6 +384,10 @@ def _steps(view: View, cursor: int, limit: int, pool: str) -> Page:
     return _cut([dict(each) for each in view.steps], cursor, limit)
 
 
+def _tenants(view: View, cursor: int, limit: int, pool: str) -> Page:
+    return _cut([dict(each) for each in view.tenants if pool in ("", each["pool"])], cursor, limit)
+
+
 def _process(view: View, cursor: int, limit: int, pool: str) -> Page:
     return [dict(view.process)], 0
 
@@ -546,8 +552,9 @@ def _column(column: Any, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.i
 #                                             2  fences       position of the session << 24 | of its fence
 #                                             3  moves        padding, moves, old places: the last of those listed
 #                                             4  the window   the next stretch
+#                                             5  to be wiped  the next of those waiting
 
-_STAGES: Final = 5
+_STAGES: Final = 6
 _STAGE_SHIFT: Final = 56
 _FENCE_BITS: Final = 24
 
@@ -558,7 +565,7 @@ def _map(view: PoolView, cursor: int, limit: int) -> Page:
     if stage >= _STAGES:
         raise BadRequest(f"cursor {cursor} is none that a page of the map ended with")
     found: dict[str, list[int]] = {}
-    listers = (_map_nodes, _map_sequences, _map_fences, _map_moves, _map_window)
+    listers = (_map_nodes, _map_sequences, _map_fences, _map_moves, _map_window, _map_dirt)
     place = listers[stage](core, place, limit, found)
     if place:
         cursor = stage << _STAGE_SHIFT | place
@@ -661,6 +668,13 @@ def _map_window(core: Core, place: int, limit: int, found: dict[str, list[int]])
     return stop if stop < len(window.stretches) else 0
 
 
+def _map_dirt(core: Core, place: int, limit: int, found: dict[str, list[int]]) -> int:
+    stop = place + min(limit or ROWS, ROWS)
+    waiting = islice(chain(core.wiping.values(), core.dirt), place, stop)
+    found["fenced"] = [slot for extents, _ in waiting for slot in extents]
+    return stop if stop < len(core.wiping) + len(core.dirt) else 0
+
+
 _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
     "status": _status,
     "pools": _pool_rows,
@@ -672,6 +686,7 @@ _WHOLE: Final[dict[str, Callable[[View, int, int, str], Page]]] = {
     "process": _process,
     "totals": _totals,
     "steps": _steps,
+    "tenants": _tenants,
     "settings": _settings,
     "config": _config,
 }

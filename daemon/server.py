@@ -1161,6 +1161,10 @@ class _View:
     def steps(self) -> Sequence[Mapping[str, Any]]:
         return self._server.latency.steps()
 
+    @property
+    def tenants(self) -> Sequence[Mapping[str, Any]]:
+        return self._server.identity.rows({name: each.core for name, each in self.pools.items()})
+
 
 # -- the process ------------------------------------------------------------------------------------------------------
 

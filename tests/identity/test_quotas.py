@@ -60,6 +60,25 @@ def test_slots_over_all_sessions(daemon: Running) -> None:
         assert (type(grown), grown.limit, grown.quota) == (messages.Never, 200, "slots")
 
 
+def test_tenants_are_shown(daemon: Running) -> None:
+    """Each tenant of each pool is a row with what it holds and its quotas; what it holds goes as its sessions do."""
+    with Wire(daemon.socket) as wire, Wire(daemon.socket) as tool:
+        root = wire.hello(namespace=Namespace("slots"), map=False).namespace
+        admitted = wire.call(messages.Allocate, root, 1, tokens(100))
+        rows = {row["tenant"]: row for row in tool.call(messages.Inspect, "tenants").rows}
+        assert set(rows) == {"slots", "few", "runs", "rate", "*"}
+        row = rows["slots"]
+        assert (row["slots"], row["charged"], row["unwritten"]) == (
+            200,
+            admitted.capacity,
+            admitted.capacity - 100,
+        )
+        assert rows["runs"]["reserved"] == 32
+        wire.call(messages.Free, 1)
+        (row,) = (r for r in tool.call(messages.Inspect, "tenants").rows if r["tenant"] == "slots")
+        assert (row["charged"], row["unwritten"], row["sessions"]) == (0, 0, 1)
+
+
 def test_a_sessions_own_quota_is_named_as_such(daemon: Running) -> None:
     """Where the session's quota is the narrower one it is the one that is named."""
     with Wire(daemon.socket) as wire:
