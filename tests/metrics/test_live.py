@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from kvslot import Client
 from kvslot.api.client.control import Control
 from kvslot.api.wire import VERSION, messages
 
 from ..faults.actors import Child, child
 from ..faults.engines import engine
+from ..restart.killing import kept
+from ..restart.test_return import PROMPT, back, fill
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
 from .scraping import Scrape, fallen, recount, scrape, until_still
@@ -221,3 +224,29 @@ def test_gauges_tell_what_was_done() -> None:
         assert found["kvslot_pool_oldest_wait_seconds"] > 0
         other.call(messages.Withdraw, ticket=later.ticket)
         assert looked().of("kvslot_pool_waiting_requests", "kind")["new"] == 0
+
+
+def test_a_restart_begins_new_counters_and_tells_what_it_took_over() -> None:
+    """After kill -9, the next process's scrape adds up, says what survived, and when nobody of before is left."""
+    with kept([{"blocks": 65}], settings={"admin": True}) as daemon:
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+            before = scrape(daemon.socket)
+            assert (before["kvslot_pool_restored_tokens"], before["kvslot_pool_unsettled"]) == (0, 0)
+            daemon.manager.kill()
+            found = scrape(daemon.socket)
+            sums(found)
+            assert found["kvslot_pool_restored_tokens"] == len(PROMPT)
+            assert found["kvslot_pool_unrestored_tokens"] == 0
+            assert found["kvslot_pool_unsettled"] == 1, "the client's process lives"
+            assert found["kvslot_sessions_opened_total"] == 0
+            assert found["process_start_time_seconds"] >= before["process_start_time_seconds"]
+            back(client)
+        with Control(str(daemon.socket)) as control:
+            deadline = time.monotonic() + 20
+            while (found := scrape(daemon.socket))["kvslot_pool_unsettled"]:
+                assert time.monotonic() < deadline, "all of before are gone"
+                time.sleep(0.1)
+            sums(found)
+            found, counted = until_still(daemon.socket, control, "default")
+            compare(found, counted)
