@@ -807,8 +807,11 @@ class Server:
             elif not session.stalled and now - member.progressed > settings.stall_seconds:
                 member.hosted.core.stall(session)
                 self.totals.stalls += 1
-                log.warning(
+                sparing(
+                    log,
                     "session_stalled",
+                    SESSION_LINES,
+                    level="warning",
                     session=member.number,
                     name=member.name,
                     pid=member.peer.pid,
