@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,21 @@ class Browser:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._tabs: dict[str, Tab] = {}
         self._process = process
-        self._loop.run_until_complete(self._connect(profile / "DevToolsActivePort"))
+        self._loop.run_until_complete(self._connect(self._address(profile / "DevToolsActivePort")))
 
-    async def _connect(self, file: Path) -> None:
+    def _address(self, file: Path) -> str:
+        """Where the browser listens, once it does."""
         deadline = time.monotonic() + SECONDS
         while not (file.exists() and file.read_text().count("\n")):
             assert self._process.poll() is None, "chromium ended"
             assert time.monotonic() < deadline, "chromium does not start"
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
         port, path = file.read_text().split("\n")[:2]
+        return f"ws://127.0.0.1:{port}{path}"
+
+    async def _connect(self, address: str) -> None:
         self._http = aiohttp.ClientSession()
-        self._socket = await self._http.ws_connect(f"ws://127.0.0.1:{port}{path}", max_msg_size=0)
+        self._socket = await self._http.ws_connect(address, max_msg_size=0)
         self._reader = self._loop.create_task(self._read())
 
     async def _read(self) -> None:
@@ -96,9 +100,10 @@ class Browser:
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = self._tabs[session] = Tab(self, session)
+        tab = self._tabs[session] = Tab(self, session, context)
         for domain in ("Page", "Runtime", "Log"):
             tab.call(f"{domain}.enable")
+        tab.call("Emulation.setScrollbarsHidden", hidden=True)
         if settings:
             tab.look_as(**settings)
         if address != "about:blank":
@@ -120,15 +125,20 @@ class Browser:
 class Tab:
     """A page that is open."""
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, context: str) -> None:
         self.browser = browser
         self._session = session
+        self._context = context
         self.complaints: list[str] = []
         self.requests: list[str] = []
         """Addresses that were asked for, once `watch_requests` was called."""
 
     def call(self, method: str, **parameters: Any) -> Any:
         return self.browser.call(method, self._session, **parameters)
+
+    def close(self) -> None:
+        """Closes it, and forgets its profile."""
+        self.browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def happened(self, method: str, told: dict[str, Any]) -> None:
         """An event of the protocol."""
@@ -181,10 +191,20 @@ class Tab:
         """What an element says."""
         return str(self.run(f"document.querySelector({selector!r})?.textContent ?? ''"))
 
+    def html(self) -> str:
+        """The document as it is, for where no script may run; empty while another one is on its way."""
+        try:
+            root = self.call("DOM.getDocument", depth=0)["root"]["nodeId"]
+            return str(self.call("DOM.getOuterHTML", nodeId=root)["outerHTML"])
+        except AssertionError:
+            return ""
+
     def until(self, expression: str, seconds: float = SECONDS) -> Any:
         """The first value of the expression that is true."""
         deadline = time.monotonic() + seconds
-        while not (value := self.run(expression)):
+        # A page on its way may not have what is looked at, or goes while it is looked at.
+        guarded = f"(() => {{ try {{ return {expression} }} catch {{ return null }} }})()"
+        while not (value := self.run(guarded)):
             assert time.monotonic() < deadline, (
                 expression,
                 self.complaints,
@@ -245,6 +265,3 @@ def browsing() -> Iterator[Browser]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-Opened = Callable[..., Tab]

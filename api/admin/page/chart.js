@@ -158,10 +158,10 @@ export class Chart {
       ctx.fillText(this.axis(tick), LEFT - 6, at);
     }
     ctx.textBaseline = "alphabetic";
-    const minutes = (to - from) / 60000;
     for (const [share, align] of [[0, "left"], [0.5, "center"], [1, "right"]]) {
       ctx.textAlign = align;
-      const label = share === 1 ? "now" : `−${(1 - share) * minutes} min`;
+      const ago = ((1 - share) * (to - from)) / 1000;
+      const label = share === 1 ? "now" : ago < 60 ? `−${ago} s` : `−${ago / 60} min`;
       ctx.fillText(label, LEFT + share * (right - LEFT), height - 4);
     }
 

@@ -44,6 +44,7 @@ export class Feed {
   #asking = null;
   #next = 0;
   #told;
+  #lane = Promise.resolve();
 
   // `told`: { hello(stats), event(kind, data, number), state(name, reason) , ask(wrong) -> {token, keep} }.
   constructor(told) {
@@ -75,17 +76,28 @@ export class Feed {
     }
   }
 
-  // The bytes, and the headers they came with.
-  async bytes(path) {
-    const response = await this.request(path, "application/octet-stream");
-    return { buffer: await reached(response.arrayBuffer()), headers: response.headers };
+  // One after the other: a page takes two connections of the daemon's, and asks for nothing that is not waited for.
+  #inTurn(ask) {
+    const turn = this.#lane.then(ask);
+    this.#lane = turn.catch(() => {});
+    return turn;
   }
 
-  async json(path) {
-    const response = await this.request(path);
-    const said = JSON.parse(await reached(response.text()));
-    if (said?.error) throw new Refused(response.status, said.error);
-    return said;
+  // The bytes, and the headers they came with.
+  bytes(path) {
+    return this.#inTurn(async () => {
+      const response = await this.request(path, "application/octet-stream");
+      return { buffer: await reached(response.arrayBuffer()), headers: response.headers };
+    });
+  }
+
+  json(path) {
+    return this.#inTurn(async () => {
+      const response = await this.request(path);
+      const said = JSON.parse(await reached(response.text()));
+      if (said?.error) throw new Refused(response.status, said.error);
+      return said;
+    });
   }
 
   async #unlock(refused) {

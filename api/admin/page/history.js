@@ -27,6 +27,10 @@ export class History {
     this.length = Math.min(this.length + 1, this.capacity);
   }
 
+  get first() {
+    return this.#time[(this.#next - this.length + this.capacity) % this.capacity];
+  }
+
   get last() {
     return this.length ? this.#time[(this.#next + this.capacity - 1) % this.capacity] : 0;
   }

@@ -14,7 +14,8 @@ import { byId, define, fill, make, say } from "./table.js";
 const KEPT = 1900; // ticks: half an hour
 const STACK = ["cached", "private", "reserved", "fenced", "moving", "quarantined"];
 const RATED = ["Allocate", "Extend", "Commit", "Free"];
-const HIT_TICKS = 10;
+const LATE_TICKS = 10; // that "10 s" goes over
+const SPANS = [60, 120, 300, 600, 1800]; // seconds that a chart shows
 const ROWS_MOST = 100;
 
 // -- what is known -------------------------------------------------------------------------------------------------
@@ -27,6 +28,7 @@ let ended = { state: "connecting", since: Date.now(), reason: "" };
 const pools = new Map(); // name -> { history, before: [ticks of this pool, with their times] }
 const daemon = new History(KEPT);
 const verbs = new Set();
+const late = []; // Allocate in the latest ticks
 const frag = new Map();
 let sessions = [];
 const notes = new Map();
@@ -66,7 +68,10 @@ function drawCharts() {
   const pool = pools.get(poolName);
   if (!pool || document.hidden) return;
   const now = Math.max(daemon.last, pool.history.last);
-  const range = [now - Number(byId("window").value) * 1000, now];
+  // No more than there is to be shown, in round steps.
+  const chosen = Number(byId("window").value);
+  const there = (now - daemon.first) / 1000;
+  const range = [now - 1000 * (SPANS.find((each) => each >= there || each >= chosen) ?? chosen), now];
   const verb = byId("verb").value || "Allocate";
   charts.rate.setSeries([
     { name: "rate", label: "all", color: "--text" },
@@ -142,7 +147,10 @@ function take(fresh, live) {
       offerVerbs();
     }
   }
+  for (const each of verbs) row[`rate:${each}`] ??= 0;
   daemon.push(time, row);
+  late.push(fresh.verbs.find((each) => each.verb === "Allocate" && each.p99_us > 0));
+  if (late.length > LATE_TICKS) late.shift();
   for (const each of fresh.pools) takePool(each, time, fresh.uptime_s, live);
   if (!pools.has(poolName)) choose(fresh.pools[0].pool);
   offerPools(fresh.pools.map((each) => each.pool));
@@ -169,7 +177,7 @@ function takePool(fresh, time, uptime, live) {
   pool.history.push(time, row);
   pool.row = row;
   pool.before.push({ tick: fresh, uptime });
-  if (pool.before.length > HIT_TICKS) pool.before.shift();
+  if (pool.before.length > LATE_TICKS) pool.before.shift();
   if (live && fresh.pool === poolName) map.moved(fresh.moved);
 }
 
@@ -202,9 +210,10 @@ function drawTiles() {
   const refused = tick.verbs.reduce((sum, each) => sum + each.refused, 0);
   say("t-rate", count(rate));
   say("t-rate-sub", `${count(refused)} refused`);
-  const allocate = tick.verbs.find((each) => each.verb === "Allocate");
-  say("t-p99", micros(allocate?.p99_us ?? NaN));
-  say("t-p99-sub", `half below ${micros(allocate?.p50_us ?? NaN)}`);
+  const sampled = late.filter(Boolean);
+  say("t-p99", micros(Math.max(...sampled.map((each) => each.p99_us))));
+  const halves = sampled.map((each) => each.p50_us).sort((one, other) => one - other);
+  say("t-p99-sub", `half below ${micros(halves[halves.length >> 1] ?? NaN)}`);
   say("t-free", count(now.blocks_free));
   say("t-free-sub", `longest run ${count(now.largest_free_run)} slots`);
   say("t-waste", percent(now.internal_fragmentation_pct));
@@ -285,7 +294,7 @@ function offerPools(names) {
 
 function offerVerbs() {
   const select = byId("verb");
-  offer(select, [...RATED.filter((each) => verbs.has(each)), ...[...verbs].filter((each) => !RATED.includes(each)).sort()]);
+  offer(select, [...RATED, ...[...verbs].filter((each) => !RATED.includes(each)).sort()]);
 }
 
 function choose(name) {
@@ -306,11 +315,17 @@ const of = (path, query = "") => `${path}?pool=${encodeURIComponent(poolName)}${
 
 // Asks again and again, `every` ms after the answer, or as long as that took four times over; not while nobody looks.
 function loop(every, ask) {
-  let wake = () => {};
-  const told = { soon: () => wake() };
+  let wake = () => {}, again = false;
+  const told = {
+    soon: () => {
+      again = true;
+      wake();
+    },
+  };
   (async () => {
     for (;;) {
       const began = performance.now();
+      again = false;
       if (!document.hidden && ended.state === "live" && poolName) {
         try {
           await ask();
@@ -320,7 +335,7 @@ function loop(every, ask) {
         }
       }
       const wait = Math.max(every, 4 * (performance.now() - began));
-      await Promise.race([sleep(wait), new Promise((done) => (wake = done))]);
+      if (!again) await Promise.race([sleep(wait), new Promise((done) => (wake = done))]);
     }
   })();
   return told;
@@ -464,9 +479,10 @@ const SESSION_COLUMNS = [
     cell: (row) => row.stalled ? { text: "stalled", kind: "warm" } : { text: row.state, kind: row.state === "live" ? "" : "bad" },
   },
   {
-    head: "holds", key: "charged", number: true, title: "slots, and as a share of its quota",
-    cell: (row) => ({ text: count(row.charged), bar: row.quota ? row.charged / row.quota : 0 }),
+    head: "holds", key: "charged", number: true, title: "slots; the bar is against the one that holds most",
+    cell: (row) => ({ text: count(row.charged), bar: row.charged / Math.max(1, ...sessions.map((each) => each.charged)) }),
   },
+  { head: "of quota", number: true, cell: (row) => percent(row.quota ? (100 * row.charged) / row.quota : NaN) },
   { head: "sequences", key: "sequences", number: true, cell: (row) => count(row.sequences) },
   { head: "fenced", key: "fenced", number: true, title: "slots that wait for a step to complete", cell: (row) => count(row.fenced) },
   { head: "pins", key: "pins", number: true, cell: (row) => count(row.pins) },

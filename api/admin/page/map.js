@@ -11,7 +11,7 @@ import { grouped } from "./format.js";
 export const STATES = ["free", "private", "cached", "fenced", "moving", "reserved", "quarantined", "padding"];
 
 const LARGE = 12; // px of a cell from which it is drawn by itself
-const GRID = 5; // px from which cells are apart
+const GRID = 6; // px from which cells are apart
 const CELL_MOST = 26; // px of a cell where there are few
 const ZOOM_MOST = 64;
 const MARK_MS = 1600; // that a move is shown
@@ -153,26 +153,14 @@ export class PoolMap {
     const { width, height } = this.#base;
     const blocks = this.blocks;
     if (!width || !blocks) return;
-    const most = Math.round(CELL_MOST * (devicePixelRatio || 1));
-    let size = Math.min(Math.floor(Math.sqrt((width * height) / blocks)), most);
-    while (size > 1 && Math.ceil(blocks / Math.floor(width / size)) * size > height) size--;
-    if (size >= 2) {
-      let columns = Math.floor(width / size);
-      // Rows that begin at round numbers are easier to read, where that costs little.
-      for (const round of [64, 16, 8]) {
-        const fewer = columns - (columns % round);
-        if (fewer > columns * 0.93 && Math.ceil(blocks / fewer) * size <= height) {
-          columns = fewer;
-          break;
-        }
-      }
-      this.#columns = Math.min(columns, blocks);
-      this.#scale = size;
-    } else {
-      this.#columns = Math.ceil(Math.sqrt((blocks * width) / height));
-      this.#scale = width / this.#columns;
-    }
+    let columns = Math.ceil(Math.sqrt((blocks * width) / height));
+    // Rows that begin at round numbers are easier to read, where that costs little.
+    const round = [64, 16, 8].find((each) => Math.ceil(columns / each) * each < columns * 1.04);
+    if (round) columns = Math.ceil(columns / round) * round;
+    this.#columns = Math.min(columns, blocks);
     this.#rows = Math.ceil(blocks / this.#columns);
+    const most = CELL_MOST * (devicePixelRatio || 1);
+    this.#scale = Math.min(width / this.#columns, height / this.#rows, most);
     this.#texture.width = this.#columns;
     this.#texture.height = this.#rows;
     this.#image = new ImageData(this.#columns, this.#rows);
@@ -217,7 +205,7 @@ export class PoolMap {
     if (size >= LARGE * ratio) {
       this.#levels(ctx, size, Math.round(ratio));
     } else {
-      ctx.imageSmoothingEnabled = size < 1;
+      ctx.imageSmoothingEnabled = size < 2; // each block is to be seen, or the mean of some
       ctx.imageSmoothingQuality = "medium";
       ctx.drawImage(this.#texture, x, y, wide, high, 0, 0, wide * size, high * size);
       if (size >= GRID * ratio) {
@@ -233,21 +221,22 @@ export class PoolMap {
   #levels(ctx, size, gap) {
     const { width, height } = this.#base;
     const { free, states } = this.#colors;
-    const side = Math.round(size) - gap;
     const last = Math.min(this.#columns, Math.ceil(this.#x + width / size));
     for (let row = Math.floor(this.#y); row < Math.min(this.#rows, this.#y + height / size); row++) {
       const top = Math.round((row - this.#y) * size);
+      const side = Math.round((row + 1 - this.#y) * size) - gap - top;
       for (let column = Math.floor(this.#x); column < last; column++) {
         const block = row * this.#columns + column;
         if (block >= this.blocks) break;
         const cell = this.#cells[block];
         const level = cell & 7 ? Math.max(Math.round(((cell >> 8) * side) / 255), 2 * gap) : 0;
         const left = Math.round((column - this.#x) * size);
+        const wide = Math.round((column + 1 - this.#x) * size) - gap - left;
         ctx.fillStyle = free;
-        ctx.fillRect(left, top, side, side - level);
+        ctx.fillRect(left, top, wide, side - level);
         if (level) {
           ctx.fillStyle = states[cell & 7];
-          ctx.fillRect(left, top + side - level, side, level);
+          ctx.fillRect(left, top + side - level, wide, level);
         }
       }
     }

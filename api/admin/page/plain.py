@@ -54,11 +54,15 @@ def grouped(value: int) -> str:
 
 def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]], nothing: str = "none") -> str:
     """A table, or its caption and a word where it has no rows."""
-    lines = ["".join(map(_cell, row)) for row in rows]
-    if not lines:
+    rows = list(rows)
+    if not rows:
         return f"<h3>{escape(caption)}</h3><p>{escape(nothing)}</p>"
-    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
-    body = "".join(f"<tr>{each}</tr>" for each in lines)
+    numbers = [not isinstance(each, str) for each in rows[0]]
+    head = "".join(
+        f'<th scope="col"{" class=number" if number else ""}>{escape(each)}</th>'
+        for each, number in zip(heads, numbers, strict=True)
+    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     caption = f"<caption>{escape(caption)}</caption>"
     return (
         f"<div class=scroll><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
