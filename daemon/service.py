@@ -81,6 +81,8 @@ class Service:
             log.warning("descriptor_unknown", name=name)
         if self.notifier.enabled:
             self.notifier.ready(_status(server))
+            if self.notifier.failures:
+                log.warning("notify_failed", reason=self.notifier.problem)
 
     def draining(self, seconds: float) -> None:
         """The end has begun, and takes so long at the most."""

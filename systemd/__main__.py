@@ -115,10 +115,8 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
             f"\nThere is no {program} in {root} yet: a virtual environment there, with this package, has one."
         )
     mine = _program() == program
-    for each in (
-        program,
-        sys.base_prefix if mine else "",
-    ):  # an environment leans on the Python that made it
+    # An environment leans on the Python that made it.
+    for each in (program, sys.base_prefix if mine else ""):
         if f"{each[1:]}/".startswith(tuple(f"{hidden}/" for hidden in HIDDEN)):
             print(
                 f"\nThe daemon will not find {each}: the unit's sandbox hides what is in /{each.split('/')[1]}.  "
