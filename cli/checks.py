@@ -44,6 +44,7 @@ SHARE_NEAR: Final = 0.9
 LOST_NOTE_S: Final = 30.0
 """A process ends within seconds of its connection; after that somebody keeps it alive."""
 LOST_WARNING_S: Final = 300.0
+"""Also of what a restart left unsettled, where engines come back within seconds."""
 TICKET_S: Final = 10.0
 """A request that waits so long is past what its user waits for."""
 ALLOCATE_US: Final = 10_000.0
@@ -396,7 +397,7 @@ def lengths(p: Picture) -> list[Finding]:
             found.append(
                 Finding(
                     "lengths", "note", name,
-                    f"blocks of {row['block_size']} are large for what runs: {_screen.pct(waste)} of them empty",
+                    f"blocks of {row['block_size']} are large: {_screen.pct(waste)} of whole ones is empty",
                     f"{advice}; slots make up for most of it, long runs and whole free blocks become rare",
                     f"block_size = {better} in the configuration; {sure}",
                 )
@@ -623,6 +624,17 @@ def quarantine(p: Picture) -> list[Finding]:
                 f"let it come back, or end process {row['pid']} (kill {row['pid']}): its slots come back at once",
             )
         )  # fmt: skip
+    up = p.status.get("uptime_s", 0.0)
+    for name in p.process.get("unsettled", ()):
+        if up > LOST_NOTE_S:
+            found.append(
+                Finding(
+                    "quarantine", "warning" if up > LOST_WARNING_S else "note", name,
+                    f"sessions of before the start, {_screen.duration(up)} ago, still hold it",
+                    "they may read what was cached then, so nothing of that is evicted or moved",
+                    "kvslotctl clients shows them as lost, with their processes: let those come back, or end them",
+                )
+            )  # fmt: skip
     lost = sum(row["state"] == "lost" for row in p.sessions)
     for pool in p.pools:
         held = pool["quarantined"]

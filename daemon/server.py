@@ -1152,7 +1152,16 @@ class _View:
     @property
     def process(self) -> Mapping[str, Any]:
         store = self._server.service.store
-        kept = {"store": store.available, "store_max": store.capacity if store.available else 0}
+        kept = {
+            "store": store.available,
+            "store_max": store.capacity if store.available else 0,
+            # Pools of which sessions of before the start may read: nothing that was cached then is evicted.
+            "unsettled": [
+                each.name
+                for each in self._server.pools.values()
+                if each.journal is not None and each.journal.everybody is not None
+            ],
+        }
         return {**process.facts(), **kept, **self._server.door()}
 
     @property

@@ -127,6 +127,11 @@ def open_to_all(picture: Picture) -> None:
     place(picture, 0, mode=0o666)
 
 
+def unsettled(picture: Picture, up: float) -> None:
+    put(picture, "status", uptime_s=up)
+    put(picture, "process", unsettled=["chat"])
+
+
 def not_read(picture: Picture, why: str) -> None:
     picture.effective, picture.effective_why = None, why
 
@@ -181,6 +186,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("sessions", lambda p: put(p, "process", sessions_max=1), "warning", "1 sessions of 1", "sessions_max"),
     ("quarantine", lambda p: row(p, "sessions", state="lost", lost_s=90.0), "note", "lost 1 min 30 s ago", "kill 4242"),
     ("quarantine", lambda p: row(p, "sessions", state="lost", lost_s=900.0), "warning", "500 slots", "kill 4242"),
+    ("quarantine", lambda p: unsettled(p, 60.0), "note", "1 min 0 s ago, still hold it", "let those come back"),
+    ("quarantine", lambda p: unsettled(p, 3600.0), "warning", "1 h 0 min ago", "let those come back"),
     ("quarantine", lambda p: row(p, "pools", quarantined=64), "note", "64 slots", "return or end"),
     ("peers", lambda p: put(p, "process", peer_faults=2), "note", "2 connections ended", "peer_fault"),
     ("peers", lambda p: put(p, "process", refused_connections=3), "warning", "3 connections refused", "sessions_max"),
