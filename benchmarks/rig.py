@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,32 @@ PAUSE_S: Final = 0.05
 M = TypeVar("M", bound=msgspec.Struct)
 
 
+class Manager:
+    """A service manager that reads what it is told, and keeps nothing: enough for a daemon that journals for one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "notify"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(self.path))
+        self._thread = threading.Thread(target=self._read, name="manager", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while True:
+            text, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 64)
+            for each in descriptors:
+                os.close(each)
+            if text == b"END":
+                return
+
+    def close(self) -> None:
+        """Ends it."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+            own.sendto(b"END", str(self.path))
+        self._thread.join()
+        self._socket.close()
+
+
 class Daemon:
     """A running kvslotd with one pool of token slots, and nobody else's."""
 
@@ -68,9 +95,10 @@ class Daemon:
         block_size: int = 16,
         dtype: str = "float16",
         layout: dict[str, object] | None = None,
+        journaled: bool = False,
         **settings: object,
     ) -> None:
-        """Starts it and waits for its socket.
+        """Starts it and waits for its socket.  `journaled`: as under a service manager, for the next start to go on.
 
         `dtype` is that of the one K and the one V of a slot, unless there is a `layout`; `settings` are top-level ones
         of the configuration.
@@ -85,7 +113,13 @@ class Daemon:
         )
         self._log = self.log.open("wb")
         command = [*COMMAND, "--config", str(config)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)
+        self._manager = Manager(folder) if journaled else None
+        environ = dict(os.environ)
+        if self._manager is not None:
+            environ["NOTIFY_SOCKET"] = str(self._manager.path)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environ
+        )
         self.pid = self.process.pid
         try:
             self._wait()
@@ -131,6 +165,8 @@ class Daemon:
                 self.process.kill()
         self.process.wait()
         self._log.close()
+        if self._manager is not None:
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self

@@ -67,7 +67,19 @@ from kvslot.benchmarks.rig import (
 from kvslot.benchmarks.tools import Echo, Load, Player, Process, Unavailable, build
 from kvslot.benchmarks.traffic import Shape, noise, text, turns
 
-GROUPS: Final = ("one", "python", "append", "open", "saturated", "record", "page", "large", "batch", "death")
+GROUPS: Final = (
+    "one",
+    "python",
+    "append",
+    "open",
+    "saturated",
+    "record",
+    "journal",
+    "page",
+    "large",
+    "batch",
+    "death",
+)
 """In the order they run; the later ones leave the pool more broken up than chats do."""
 CLIENTS: Final = 8
 OPEN_RATE: Final = 10_000.0
@@ -307,6 +319,57 @@ def measure_record(bench: Bench) -> list[Result]:
             "record_recorder_cpu", 100 * statistics.median(taken), unit="%", what="of a processor, for the recorder",
             samples=len(taken), note=f"{recorded:,} requests recorded, {lost:,} lost",
         ),
+    ]  # fmt: skip
+
+
+def measure_journal(bench: Bench) -> list[Result]:
+    """Eight clients on a timetable, and the same at another daemon that journals what a next start would take over."""
+    size = bench.size
+    plain: list[Figures] = []
+    journaled: list[Figures] = []
+    folder = bench.folder / "journal"
+    folder.mkdir()
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(folder, slots=size.nodes * 512, journaled=True))
+        fill(daemon, size, lambda words, share: None)
+        peers = [stack.enter_context(peer) for peer in open_peers(daemon)]
+        other = bench._replace(daemon=daemon, peers=peers, folder=folder)
+        sides = [
+            (
+                each.daemon.pid,
+                stack.enter_context(
+                    Load(
+                        bench.tools, each.daemon.socket, short_players(each, CLIENTS, OPEN_RATE / CLIENTS), each.folder
+                    )
+                ),
+                rounds,
+            )
+            for each, rounds in ((bench, plain), (other, journaled))
+        ]  # fmt: skip
+        for _, load, _ in sides:
+            load.run(min(size.seconds, 0.3))
+        for index in range(size.rounds):
+            for pid, load, rounds in sides if index & 1 else sides[::-1]:
+                time.sleep(PAUSE_S)
+                with bench.realtime(pid, load.pid):
+                    before = cpu_s(pid)
+                    found = load.run(size.seconds)
+                    rounds.append(figures(found, SAMPLED, cpu_s(pid) - before))
+    both = Both(journaled, plain)
+    samples = sum(each.samples for each in journaled)
+    return [
+        result(
+            f"journal_{name.removesuffix('_us')}_ratio", both.ratio(name), unit="x", ratio_to="without a journal",
+            what=f"8 clients, 10k/s, journaled: {label}", samples=samples, note=both.spread(name),
+        )
+        for name, label in (
+            ("p50", "median"), ("p99", "99th percentile"), ("cpu_us", "CPU time of kvslotd by operation")
+        )
+    ] + [
+        us("journal_us_p99", "8 clients, 10k/s, journaled: 99th percentile", middle(journaled, "p99"), samples),
+        us("journal_without_us_p99", "... and without", middle(plain, "p99"), samples),
+        us("journal_cpu_us", "CPU time of kvslotd by operation, journaled", middle(journaled, "cpu_us"), samples),
+        us("journal_without_cpu_us", "... and without", middle(plain, "cpu_us"), samples),
     ]  # fmt: skip
 
 
@@ -852,6 +915,7 @@ def _on_one_daemon(
         "open": measure_open,
         "saturated": measure_saturated,
         "record": measure_record,
+        "journal": measure_journal,
         "page": measure_page,
         "batch": measure_batch,
         "python": measure_python,
