@@ -70,7 +70,7 @@ def test_metrics_events_and_alerts_are_those_that_there_are() -> None:
     )
     named = {
         "never", "cannot_start", "internal_fault", "watchdog_withheld", "accept_failed", "audit_failed",
-        "admin_unavailable", "peer_fault", "posted_refused", "prefault",
+        "admin_unavailable", "warm_start", "cold_start", "peer_fault", "posted_refused", "prefault",
     }  # fmt: skip
     assert named <= events
     assert all(f"`{name}`" in PAGE for name in named)
