@@ -314,7 +314,9 @@ def _cautions(trace: Trace, present: Present, now: Row) -> list[str]:
             f"the trace does not say and was not told, so it is assumed: {', '.join(present.assumed)}"
         )
     if present.opaque:
-        found.append("an opaque pool finds whole blocks only: `hashed` in the table is nearer to it than the replays")
+        found.append(
+            "an opaque pool finds whole blocks only: `hashed` in the table is nearer to it than the replays"
+        )
     if len(trace) < FEW:
         found.append(f"{len(trace)} requests are few: record longer before you act on this")
     if trace.t is None:
