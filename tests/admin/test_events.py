@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from kvslot.api.admin import Ring, views
 from kvslot.api.wire.messages import Allocate, Free, SetConfig
 
-from ..tools.daemon import running
+from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
 from .http import Client, Stream, connect, gone
 
@@ -92,61 +94,63 @@ def test_readers_wait_fall_behind_and_end() -> None:
 # -- the stream -------------------------------------------------------------------------------------------------------
 
 
-def test_log_events_and_ticks_come_as_they_happen() -> None:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Running]:
+    with running() as daemon:
+        yield daemon
+
+
+def test_log_events_and_ticks_come_as_they_happen(daemon: Running) -> None:
     """What is logged is streamed with the same name and fields, a tick comes each second, and numbers rise by one."""
-    with running() as daemon:
-        admin = daemon.socket.with_name("admin.sock")
-        with Stream(admin) as stream:
-            assert stream.status == 200
-            with Wire(daemon.socket) as wire:
-                space = wire.hello("engine").namespace
-                wire.call(Allocate, space, 1, tokens(40))
-                found = stream.until("tick") + stream.until("tick")
-                wire.call(Free, 1)
-                wire.bye()
-            numbers = [number for number, _, _ in found]
-            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-            (opened,) = [
-                content
-                for _, kind, content in found
-                if kind == "log" and content["event"] == "session_opened"
-            ]
-            (line,) = [json.loads(each) for each in daemon.text().splitlines() if '"session_opened"' in each]
-            assert opened == line
-            ticks = [msgspec.convert(content, views.Tick) for _, kind, content in found if kind == "tick"]
-            assert ticks[-1].sessions == 1
-            (pool,) = ticks[-1].pools
-            assert 40 <= pool.private <= 64
-            assert pool.free + pool.private + pool.padding == 65 * 16
-            told = {each.verb: each.count for tick in ticks for each in tick.verbs}
-            assert told["Allocate"] == 1
-
-
-def test_a_stream_is_replayed_from_a_number() -> None:
-    """`from` and Last-Event-ID continue where another stream ended; a number of long ago is told what is missing."""
-    with running() as daemon:
-        admin = daemon.socket.with_name("admin.sock")
+    admin = daemon.socket.with_name("admin.sock")
+    with Stream(admin) as stream:
+        assert stream.status == 200
         with Wire(daemon.socket) as wire:
-            for level in ("debug", "info", "warning", "info"):
-                wire.call(SetConfig, "log_level", level)
-        with Stream(admin, "?from=0&only=log") as stream:
-            first = [next(stream.events()) for _ in range(3)]
-        # What was logged before the API was there is not in it.
-        assert [content["event"] for _, _, content in first][:1] == ["admin_ready"]
-        number = first[1][0]
-        with Stream(admin, f"?from={number}") as stream:
-            assert next(stream.events()) == first[1]
-        with Stream(admin, Last_Event_ID=str(number)) as stream:
-            again = next(stream.events())
-            assert again[0] == number + 1
-        with Stream(admin, "?from=5") as stream:
-            at, kind, content = next(stream.events())
-            assert kind == "missed"
-            assert content["from"] == 5
-            assert at == content["first"] - 1
-            assert next(stream.events())[0] == content["first"]
-        with Stream(admin, f"?from={2**52}&only=tick") as stream:
-            assert next(stream.events())[1] == "tick"
+            space = wire.hello("engine").namespace
+            wire.call(Allocate, space, 1, tokens(40))
+            found = stream.until("tick") + stream.until("tick")
+            wire.call(Free, 1)
+            wire.bye()
+        numbers = [number for number, _, _ in found]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        (opened,) = [
+            content for _, kind, content in found if kind == "log" and content["event"] == "session_opened"
+        ]
+        line = json.loads(next(each for each in daemon.text().splitlines() if '"session_opened"' in each))
+        assert opened == line
+        ticks = [msgspec.convert(content, views.Tick) for _, kind, content in found if kind == "tick"]
+        assert ticks[-1].sessions == 1
+        (pool,) = ticks[-1].pools
+        assert 40 <= pool.private <= 64
+        assert pool.free + pool.private + pool.padding == 65 * 16
+        told = {each.verb: each.count for tick in ticks for each in tick.verbs}
+        assert told["Allocate"] == 1
+
+
+def test_a_stream_is_replayed_from_a_number(daemon: Running) -> None:
+    """`from` and Last-Event-ID continue where another stream ended; a number of long ago is told what is missing."""
+    admin = daemon.socket.with_name("admin.sock")
+    with Wire(daemon.socket) as wire:
+        for level in ("debug", "info", "warning", "info"):
+            wire.call(SetConfig, "log_level", level)
+    with Stream(admin, "?from=0&only=log") as stream:
+        first = [next(stream.events()) for _ in range(3)]
+    # What was logged before the API was there is not in it.
+    assert [content["event"] for _, _, content in first][:1] == ["admin_ready"]
+    number = first[1][0]
+    with Stream(admin, f"?from={number}") as stream:
+        assert next(stream.events()) == first[1]
+    with Stream(admin, Last_Event_ID=str(number)) as stream:
+        again = next(stream.events())
+        assert again[0] == number + 1
+    with Stream(admin, "?from=5") as stream:
+        at, kind, content = next(stream.events())
+        assert kind == "missed"
+        assert content["from"] == 5
+        assert at == content["first"] - 1
+        assert next(stream.events())[0] == content["first"]
+    with Stream(admin, f"?from={2**52}&only=tick") as stream:
+        assert next(stream.events())[1] == "tick"
 
 
 def test_a_reader_that_does_not_read_is_dropped_with_a_word() -> None:
@@ -211,11 +215,10 @@ def test_token_ids_are_in_no_event() -> None:
         assert "12345" not in text
 
 
-def test_a_strange_last_event_id_is_no_number() -> None:
+def test_a_strange_last_event_id_is_no_number(daemon: Running) -> None:
     """It is as if there were none: the stream begins with what comes."""
-    with running() as daemon:
-        for header in ("x", "-1", "1e3", "9" * 40, ""):
-            with Stream(daemon.socket.with_name("admin.sock"), Last_Event_ID=header) as stream:
-                assert stream.status == 200
-                if header == "x":
-                    assert next(stream.events())[1] in ("log", "tick")
+    for header in ("x", "-1", "1e3", "9" * 40, ""):
+        with Stream(daemon.socket.with_name("admin.sock"), Last_Event_ID=header) as stream:
+            assert stream.status == 200
+            if header == "x":
+                assert next(stream.events())[1] in ("log", "tick")
