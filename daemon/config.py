@@ -165,6 +165,16 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "every layer has a sliding window, so sequences may forget their front; unset: as the model says",
         ),
     ] = None
+    users: Annotated[
+        tuple[int, ...],
+        Rule(
+            "users",
+            "who may open sessions in this pool, and map it; neither users nor groups: whoever may connect",
+        ),
+    ] = ()
+    groups: Annotated[
+        tuple[int, ...], Rule("groups", "whose members, supplementary groups included, may too")
+    ] = ()
     scrub: Annotated[
         bool,
         Rule(

@@ -2,6 +2,7 @@
 
     socket's mode and group     who reaches the socket at all; without settings that is all
     client_uids, client_gids    who of those is let in                                     looked at when they connect
+    [[pool]] users, groups      who may have a pool's memory                               Hello, resume
     [[tenant]] users, groups    who may open the namespaces of a tenant                    Hello, OpenNamespace, resume
     [[tenant]] quotas           sessions: here · slots, runs: the core's accounts · rate: here
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvslot.allocator import Pool
-    from kvslot.daemon.config import Settings, TenantSettings
+    from kvslot.daemon.config import PoolSettings, Settings, TenantSettings
     from kvslot.daemon.membership import Member, Peer
 
 OTHERS: Final = "*"
@@ -114,7 +115,7 @@ class Identity:
             [*settings.client_gids],
         )
         groups += settings.control_gids
-        for each in settings.tenants:
+        for each in (*settings.tenants, *settings.pools):
             users += each.users
             groups += each.groups
         self._clients = (tuple(users), tuple(groups))
@@ -132,6 +133,14 @@ class Identity:
             raise Denied(
                 f"user {peer.uid} (group {peer.gid}) may not connect: it is not one of client_uids, and none of its "
                 "groups is one of client_gids"
+            )
+
+    def check_pool(self, peer: Peer, pool: PoolSettings) -> None:
+        """Raises Denied for who may not have this pool's memory, and nothing of its index."""
+        if (pool.users or pool.groups) and not belongs(peer, pool.users, pool.groups):
+            raise Denied(
+                f"user {peer.uid} (group {peer.gid}) may not use pool {pool.name!r}: it is not one of its users, and "
+                "none of its groups is one of its groups"
             )
 
     def tenant(self, name: str) -> Tenant | None:
@@ -184,6 +193,7 @@ class Identity:
             raise Denied(
                 f"session {member.number} is of user {member.peer.uid}, and user {peer.uid} asks for it"
             )
+        self.check_pool(peer, member.hosted.settings)
         if self.limited:
             roots = member.hosted.core.roots
             for root in member.roots:

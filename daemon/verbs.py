@@ -182,6 +182,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
     tenant = server.identity.check(peer, m.namespace.tenant)
     server.identity.check_session(tenant)
     hosted = server.hosted(m.pool)
+    server.identity.check_pool(peer, hosted.settings)
     if m.group and not m.map:
         raise BadRequest("a session without memory has no steps, so it cannot be one of a group")
     description = hosted.description

@@ -194,6 +194,29 @@ def test_who_is_not_listed_may_not_connect() -> None:
 
 
 @as_root
+def test_a_pool_is_its_users() -> None:
+    """A session in a pool of others is Denied, with memory or without, new or taken up, and another pool is open to it;
+    users of a pool may connect where clients are listed."""
+    theirs = {"name": "theirs", "users": [OTHER], "groups": [65040]}
+    with running(pools=[{"name": "open"}, theirs], client_uids=[ME], socket_mode="0666") as daemon:
+        for uid, gid, well in ((ME, 0, False), (OTHER, 1, True), (OTHER + 1, 65040, True)):
+            for mapped in (True, False):
+                with connect(daemon, uid, gid) as wire:
+                    reply = wire.call(messages.Hello, 1, "x", pool="theirs", map=mapped)
+                    assert isinstance(reply, messages.Welcome) == well, reply
+                    if well:
+                        wire.bye()
+                    else:
+                        assert reply.code == DENIED
+                        assert "pool 'theirs'" in reply.message
+                        assert not wire.descriptors
+        with Wire(daemon.socket) as wire:
+            wire.hello(pool="open")
+        with connect(daemon, OTHER + 2) as wire:
+            assert wire.receive().code == DENIED
+
+
+@as_root
 def test_control_is_denied_and_noted_by_user() -> None:
     """A control verb of who may not is Denied and logged with who it was; one that is done, with what it said."""
     with running(socket_mode="0666", control_gids=[65030]) as daemon:

@@ -101,8 +101,8 @@ def test_nothing_is_made_without_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pages")
-def test_a_device_of_huge_pages_copies_as_any() -> None:
-    """Made of whole huge pages, prefaulted, written, copied and closed; the pages are free again."""
+def test_a_pool_of_huge_pages_is_as_any() -> None:
+    """Whole huge pages, prefaulted, written, copied and closed; mapped by an engine; in the end all are free again."""
     free = huge.count(2 * MIB)[1]
     device = MemoryDevice(GEOMETRY, page_bytes=2 * MIB)
     assert device.export().size_bytes == 4 * MIB == os.fstat(device.descriptor).st_size
@@ -116,11 +116,6 @@ def test_a_device_of_huge_pages_copies_as_any() -> None:
     device.close()
     assert huge.count(2 * MIB)[1] == free
 
-
-@pytest.mark.usefixtures("pages")
-def test_engines_map_a_pool_of_huge_pages() -> None:
-    """A client maps, writes and unmaps it as any pool; the daemon's end gives the pages back."""
-    free = huge.count(2 * MIB)[1]
     pool = {"blocks": 5, "block_size": 4, "opaque_block_bytes": "1MiB", "huge_pages": "2MiB"}
     with running(pools=[pool]) as daemon:
         with Client(str(daemon.socket)) as client:
