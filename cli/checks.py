@@ -82,6 +82,7 @@ class Picture:
     settings: Row = field(default_factory=dict)  # by name
     sessions: list[Row] = field(default_factory=list)
     tickets: dict[str, list[Row]] = field(default_factory=dict)  # by pool
+    tenants: list[Row] = field(default_factory=list)
     frag: list[Row] = field(default_factory=list)
     defrag: list[Row] = field(default_factory=list)
     lengths: list[Row] = field(default_factory=list)
@@ -490,6 +491,42 @@ def waiting(p: Picture) -> list[Finding]:
             count = _common.several(len(tickets), "request")
             found.append(_ok("waiting", name, f"{count} waiting", f"none longer than {TICKET_S:.0f} s"))
     return found or [_unknown("waiting", "the daemon tells nothing of it", "it is of an older version")]
+
+
+def tenants(p: Picture) -> list[Finding]:
+    """Does any tenant meet its quotas?"""
+    found: list[Finding] = []
+    for row in p.tenants:
+        who = f"tenant {_screen.words(row['tenant']) or 'without a name'}"
+        for held, most, name in (
+            ("charged", "slots", "slots"),
+            ("unwritten", "reserved", "reserved_runs"),
+            ("sessions", "sessions_max", "sessions"),
+        ):
+            if row[most] and row[held] > SHARE_NEAR * row[most]:
+                found.append(
+                    Finding(
+                        "tenants", "note", f"{row['pool']}, {who}",
+                        f"{row[held]:,} of its quota of {row[most]:,} ({name})",
+                        "beyond it is told LATER (quota), or refused, whatever is free",
+                        f"nothing, if that is meant; else raise {name} of that tenant, and kvslotctl reload",
+                    )
+                )  # fmt: skip
+    # What was refused is the tenant's, and the same in the row of each pool.
+    turned = {row["tenant"]: row for row in p.tenants}
+    for name, row in turned.items():
+        count = row["refused_sessions"] + row["refused_requests"]
+        if count:
+            found.append(
+                Finding(
+                    "tenants", "note", f"tenant {_screen.words(name) or 'without a name'}",
+                    f"{row['refused_sessions']:,} sessions and {row['refused_requests']:,} requests were turned away",
+                    "they met its quotas sessions or requests_per_second", "kvslotctl tenants; raise what is too low",
+                )
+            )  # fmt: skip
+    if found or p.tenants:
+        return found or [_ok("tenants", "", "no tenant is near a quota", f"{len(turned)} are configured")]
+    return [_ok("tenants", "", "none is configured", "every namespace is open to who may connect")]
 
 
 def pins(p: Picture) -> list[Finding]:
@@ -1082,6 +1119,7 @@ CHECKS: Final[dict[str, Check]] = {
     "lengths": lengths,
     "watermark": watermark,
     "waiting": waiting,
+    "tenants": tenants,
     "pins": pins,
     "hits": hits,
     "sessions": sessions,

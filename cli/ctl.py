@@ -18,8 +18,8 @@ from kvslot import __version__
 from kvslot.cli import _common, completion
 
 COMMANDS: Final = (
-    "status", "top", "doctor", "clients", "tickets", "map", "tree", "frag", "latency", "settings", "set", "reload",
-    "evict", "pin", "unpin", "defrag", "audit", "drain",
+    "status", "top", "doctor", "clients", "tenants", "tickets", "map", "tree", "frag", "latency", "settings", "set",
+    "reload", "evict", "pin", "unpin", "defrag", "audit", "drain",
     "record", "replay", "advise", "bench",
 )  # fmt: skip
 """Modules of this room, in the order of the help."""

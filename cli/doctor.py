@@ -33,8 +33,8 @@ exit codes of doctor: 1 for a fault or a warning, else 0, notes and unknowns inc
 
 NAMES: Final = (
     "versions", "configuration", "block_size", "audit", "fragmentation", "compaction", "swap", "lengths", "watermark",
-    "waiting", "pins", "hits", "sessions", "quarantine", "peers", "latency", "log", "descriptors", "locked_memory",
-    "shared_memory", "memory", "permissions", "admin", "restart", "stopping",
+    "waiting", "tenants", "pins", "hits", "sessions", "quarantine", "peers", "latency", "log", "descriptors",
+    "locked_memory", "shared_memory", "memory", "permissions", "admin", "restart", "stopping",
 )  # fmt: skip
 """For completion and help, without loading the checks.  A test compares."""
 
@@ -150,6 +150,7 @@ def see(control: Control, names: list[str]) -> Picture:
         settings={row["name"]: row for row in ask("settings")},
         sessions=ask("sessions"),
         tickets={pool["pool"]: ask("tickets", pool["pool"]) for pool in pools},
+        tenants=ask("tenants"),
         frag=ask("frag"),
         defrag=ask("defrag"),
         lengths=ask("lengths"),

@@ -153,7 +153,8 @@ def _daemon(parser: argparse.ArgumentParser) -> str:
 def _configuration() -> str:
     page = _Page("kvslot.toml", 5, "configuration of kvslotd")
     page.prose(
-        "Settings of kvslotd(8), as TOML: those of the daemon at the top, then one [[pool]] for each pool. The "
+        "Settings of kvslotd(8), as TOML: those of the daemon at the top, then one [[pool]] for each pool, and one "
+        "[[tenant]] for each tenant, where there are any. The "
         "environment (KVSLOT_ and the name in capitals; KVSLOT_POOL_ for the only pool) overrules the file, and flags "
         "overrule both. Unknown names, and values out of range, are errors; kvslotd --check-config says what a file "
         'comes to. Sizes are bytes, or text like "8GiB". Paths are taken from the folder of the file on.\n\n'
@@ -165,6 +166,7 @@ def _configuration() -> str:
         ("SETTINGS OF THE DAEMON", config.Settings, config.SETTINGS),
         ("SETTINGS OF A POOL", config.PoolSettings, config.POOL),
         ("LAYOUT OF A POOL", config.LayoutTable, config.LAYOUT),
+        ("SETTINGS OF A TENANT", config.TenantSettings, config.TENANT),
     ):
         page.section(title)
         page.terms(_setting(struct, key, rules[key]) for key in rules)

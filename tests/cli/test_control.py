@@ -26,6 +26,7 @@ COMMANDS = ("status", "clients", "map", "tree", "frag", "audit")
 OTHERS = {
     "evict": ["5"], "tickets": [], "latency": [], "settings": [], "set": ["log_level", "debug"], "drain": [],
     "defrag": ["status"], "top": ["--count", "1"], "pin": [], "unpin": ["1"], "reload": [],
+    "tenants": [],
 }  # fmt: skip
 """Commands that show no pool, each with what it needs."""
 EVERY = (*COMMANDS, *OTHERS)
