@@ -133,7 +133,7 @@ class PrefixTree:
         self.head = array("i", [0] * 16)
         self.tail_slot = array("i", [0] * 16)
         self.holds = array("i", [0] * 16)
-        self.hits = array("i", [0] * 16)
+        self.hits = array("q", [0] * 16)  # of one node there may be thousands a second, for months
         self.tick = array("q", [0] * 16)
         self.flags = array("B", [0] * 16)
         self.priority = array("b", [0] * 16)
@@ -218,10 +218,11 @@ class PrefixTree:
         old = len(self.keys)
         more = max(1024, old // 64 * 16)
         for column in (
-            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds, self.hits,
+            self.parent, self.kid, self.depth, self.length, self.slot, self.head, self.tail_slot, self.holds,
         ):  # fmt: skip
             column.frombytes(bytes(4 * more))
         self.tick.frombytes(bytes(8 * more))
+        self.hits.frombytes(bytes(8 * more))
         self.flags.frombytes(bytes(more))
         self.priority.frombytes(bytes(more))
         self.keys.extend([b""] * more)

@@ -400,7 +400,7 @@ async def prefixes(hosted: HostedPool, order: str, cursor: str, limit: int) -> v
             if order == "age":
                 figures = core.tick - np.frombuffer(tree.tick[start:stop], dtype=np.int64)[live]
             elif order == "hits":
-                figures = np.frombuffer(tree.hits[start:stop], dtype=np.int32)[live].astype(np.int64)
+                figures = np.frombuffer(tree.hits[start:stop], dtype=np.int64)[live]
             else:
                 figures = np.frombuffer(tree.length[start:stop], dtype=np.int32)[live].astype(np.int64)
             nodes = live + start
