@@ -282,6 +282,12 @@ class Lifecycle(Tables):
         account.limit(slots=min(slots, UNLIMITED), room=min(room, UNLIMITED))
         return account
 
+    def unlimit(self, tenant: str | None) -> None:
+        """Takes the limits off; a tenant's namespaces are under the account of all the others from the next one on."""
+        self.limit(tenant)
+        if tenant is not None:
+            del self.accounts[tenant]
+
     def open_space(self, space: Space) -> int:
         """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""
         root = self.spaces.get(space)

@@ -72,7 +72,7 @@ class HostedPool:
         listed = {each.name: each for each in tenants}
         for name in (*core.accounts, None):
             if (OTHERS if name is None else name) not in listed:
-                core.limit(name)
+                core.unlimit(name)
         for name, each in listed.items():
             core.limit(
                 None if name == OTHERS else name,

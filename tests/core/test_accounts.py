@@ -226,6 +226,26 @@ def test_a_lowered_limit_takes_nothing_away() -> None:
     sound(pool)
 
 
+def test_a_tenant_that_is_listed_no_longer_is_one_of_all_others() -> None:
+    """What it has open goes on without limits; what it opens then is bounded with all the others."""
+    pool = limited(slots=12)
+    s = pool.open_session()
+    a = admit(pool, s, fresh(10, 0))
+    pool.limit(None, slots=20)
+    pool.unlimit("a")
+    assert isinstance(pool.allocate(s, root(pool), fresh(10, 100)), Admitted)
+    salted = pool.open_space(Space("a", salt="s"))
+    assert pool.allocate(s, salted, fresh(21, 0)) == Never(21, 20, Quota.SLOTS)
+    assert isinstance(pool.allocate(s, root(pool, "b"), fresh(15, 0)), Admitted)
+    assert later(pool.allocate(s, salted, fresh(6, 0))).limit == 20
+    sound(pool)
+    pool.free(s, a.sequence)
+    sound(pool)
+    pool.unlimit(None)
+    assert isinstance(pool.allocate(s, salted, fresh(30, 200)), Admitted)
+    sound(pool)
+
+
 def test_a_limit_is_at_least_one() -> None:
     """Zero or fewer slots or runs is refused and changes nothing."""
     pool = limited(slots=9)
