@@ -86,7 +86,7 @@ def _print(out: Console, row: _control.Row) -> None:
         f"{row['pinned_waste_tokens']:,}",
         f"free in blocks that are not: {_screen.pct(row['pinned_waste_pct'])} of the pool",
     )
-    table.add_row("hole_tokens", f"{row['hole_tokens']:,}", "free in runs too short for a cell")
+    table.add_row("hole_tokens", f"{row['hole_tokens']:,}", "free outside whole growth runs")
     table.add_row(
         "scatter_pct",
         _screen.pct(row["scatter_pct"]),

@@ -252,7 +252,7 @@ DEFINITIONS: Final[Mapping[str, str]] = {
     "pinned_waste_tokens": "free slots in blocks that something else keeps from being wholly free",
     "pinned_waste_pct": "the same as a share of all usable slots",
     "free_runs": "runs of free slots, however long",
-    "hole_tokens": "free slots in runs too short for a cell",
+    "hole_tokens": "free slots outside whole growth runs",
     "largest_free_run": "slots of the longest free run",
     "scatter_pct": "share of the free slots that is not in the longest free run",
     "extents_per_1k_tokens": "extents handed out per thousand tokens since the start: 1000 / this is the mean length",

@@ -107,6 +107,7 @@ def recount(control: Control, pool: str) -> tuple[dict[str, Any], int]:
 
     Keys are metrics' names behind `kvslot_pool_`; `slots` is by state.  What forks share is listed with each of them,
     as room where it is behind a child's end: so private and room are one here, and unwritten room is the audit's.
+    What no listing shows is taken from the pool's row, of which an audit in the same state says whether it is right.
     The second value: slots that are listed under two owners, which only happens while something changes.
     """
     (row,) = control.inspect("pools", pool=pool)
@@ -125,8 +126,19 @@ def recount(control: Control, pool: str) -> tuple[dict[str, Any], int]:
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
     runs = (edges[1::2] - edges[::2]).tolist()
     total = int(free.sum())
+    # Of a run what lies in whole cells (growth runs), all of it where there is none.
+    cell = row["quantum"]
+    whole_cells = [
+        max(0, end // cell - -(-start // cell)) * cell
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    ]
+    # Below 512 cells the daemon knows exactly which runs have most of them.
+    _, longest = max(zip(whole_cells, runs, strict=True), default=(0, 0))
+    of_use = [cells or length for cells, length in zip(whole_cells, runs, strict=True)]
+    in_use = (blocks - row["padding"] // size - whole) * size - row["unwritten"]
     sessions = [each for each in control.inspect("sessions") if each["pool"] == pool]
     nodes = sum(len(each["node"]) for each in control.inspect("tree", pool=pool))
+    tickets = list(control.inspect("tickets", pool=pool))
     namespaces = len(list(control.inspect("namespaces", pool=pool)))
     return {
         "slots": {
@@ -145,12 +157,31 @@ def recount(control: Control, pool: str) -> tuple[dict[str, Any], int]:
         "leased_tokens": counts["leased"],
         "pinned_waste_slots": total - whole * size,
         "free_runs": len(runs),
-        "largest_free_run_slots": max(runs, default=0),
-        "scatter_ratio": 1 - max(runs) / total if total else 0.0,
+        "largest_free_run_slots": longest,
+        "scatter_ratio": 1 - longest / total if total else 0.0,
         "sequences": sum(each["sequences"] for each in sessions),
         "sessions": len(sessions),
         "nodes": nodes + namespaces,
         "namespaces": namespaces,
+        "hole_slots": total - sum(whole_cells),
+        "usable_run_ratio": {
+            str(1 << power): sum(each for each in of_use if each >= size << power) / total if total else 1.0
+            for power in range(11)
+        },
+        "internal_waste_ratio": max(0.0, 1 - row["tokens_held"] / in_use) if in_use > 0 else 0.0,
+        "waiting_requests": {
+            "growth": sum(each["growth"] for each in tickets),
+            "commit": sum(each["awaits_commit"] for each in tickets),
+            "new": sum(not (each["growth"] or each["awaits_commit"]) for each in tickets),
+        },
+        "size_bytes": row["size_bytes"],
+        "watermark_slots": row["watermark"],
+        "held_tokens": row["tokens_held"],
+        "unwritten_slots": row["unwritten"],
+        "duplicate_tokens": row["duplicate_tokens"],
+        "peeled_tokens": row["peeled_tokens"],
+        "pinned_tokens": row["pinned"],
+        "moves": row["moves"],
     }, twice
 
 

@@ -21,14 +21,20 @@ from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
 from .scraping import Scrape, fallen, recount, scrape, until_still
 
+LABELS = {"slots": "state", "usable_run_ratio": "blocks", "waiting_requests": "kind"}
+OF_TIME = {"oldest_wait_seconds", "restored_tokens", "unrestored_tokens", "unsettled"}
+"""What the clock or the start decides, and no recount."""
+
 
 def compare(found: Scrape, counted: dict[str, Any]) -> None:
-    """Each gauge of the recount is what the scrape says."""
+    """Each gauge of a pool is what the recount says; none is left out but those that are of no state."""
     for name, value in counted.items():
-        if name == "slots":
-            assert found.of("kvslot_pool_slots", "state") == value
+        if name in LABELS:
+            assert found.of(f"kvslot_pool_{name}", LABELS[name]) == pytest.approx(value), name
         else:
             assert found[f"kvslot_pool_{name}"] == pytest.approx(value), name
+    gauges = {name.removeprefix("kvslot_pool_") for name, _ in found.gauges("kvslot_pool_")}
+    assert gauges == set(counted) | OF_TIME
 
 
 def sums(found: Scrape) -> None:
