@@ -151,8 +151,8 @@ def configuration(p: Picture) -> list[Finding]:
     told: Row = p.effective["settings"]
     found: list[Finding] = []
     live = p.settings
-    # Under a service manager the socket is often made by that, wherever its own unit says.
-    passed = {"socket"} if p.process.get("supervised") else set()
+    # A socket that the service manager made lies where its own unit says.
+    passed = {"socket"} if p.process.get("socket_passed") else set()
     differ = [
         name
         for name, row in live.items()
@@ -920,6 +920,7 @@ def permissions(p: Picture) -> list[Finding]:
     found: list[Finding] = []
     socket, lock, *folders = p.places
     mode = _value(p, "socket_mode")
+    passed = p.process.get("socket_passed", False)  # then mode and group are those of the manager's unit
     if socket.kind != "socket":
         found.append(
             Finding(
@@ -937,7 +938,7 @@ def permissions(p: Picture) -> list[Finding]:
                     "its owner may replace it, and see what engines send", f"chown {host.user(daemon)} {socket.path}",
                 )
             )  # fmt: skip
-        if mode is not None and socket.mode != mode:
+        if mode is not None and socket.mode != mode and not passed:
             found.append(
                 Finding(
                     "permissions", "warning", socket.path, f"has mode {socket.mode:04o}, socket_mode says {mode:04o}",
@@ -954,7 +955,7 @@ def permissions(p: Picture) -> list[Finding]:
                 )
             )  # fmt: skip
         group = _value(p, "socket_group")
-        if group and host.group(socket.gid) != group:
+        if group and host.group(socket.gid) != group and not passed:
             found.append(
                 Finding(
                     "permissions", "warning", socket.path,

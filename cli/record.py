@@ -350,7 +350,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """^C and SIGTERM only add their number, so that the end is a good one; the second ^C interrupts all the same."""
+    """^C, SIGTERM and SIGHUP only add their number, so that the end is a good one; a second ^C interrupts at once."""
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -361,7 +361,10 @@ def _interruptible() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's are left alone
+        wanted.append(signal.SIGHUP)
+    before = {each: signal.signal(each, ask) for each in wanted}
     try:
         yield asked
     finally:

@@ -1153,6 +1153,7 @@ class _View:
     def process(self) -> Mapping[str, Any]:
         store = self._server.service.store
         kept = {
+            "socket_passed": any(each.passed for each in self._server._endpoints),
             "store": store.available,
             "store_max": store.capacity if store.available else 0,
             # Pools of which sessions of before the start may read: nothing that was cached then is evicted.

@@ -308,8 +308,10 @@ def test_a_socket_that_the_manager_made_is_no_difference() -> None:
     picture.settings["socket"] = {"name": "socket", "value": "/run/kvslot/kvslot.sock", "changeable": False}
     told(picture, socket="/run/kvslot/default/kvslot.sock")
     assert checks.configuration(picture)[0].verdict == "warning"
-    picture.process["supervised"] = True
+    picture.process["socket_passed"] = True
     assert checks.configuration(picture)[0].verdict == "ok"
+    place(picture, 0, mode=0o600)
+    assert checks.permissions(picture)[0].verdict == "ok"
 
 
 def test_few_sequences_say_nothing_of_lengths() -> None:

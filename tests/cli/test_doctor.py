@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 from kvslot.api.wire import COMPLETED, SUBMITTED, messages
 from kvslot.cli import checks, ctl, doctor, host
 
-from ..tools.daemon import Running, running
+from ..systemd.supervisor import Supervisor
+from ..tools.daemon import Running, configuration, running
 from ..tools.wire import Wire, tokens
 
 
@@ -232,6 +234,31 @@ def test_another_user_is_told_what_is_in_the_way(tmp_path: Path) -> None:
         row = as_nobody()
         assert "does not let this user look" in row["finding"]
         assert "control_uids" in row["remedy"]
+
+
+def test_under_a_service_manager_a_restart_keeps_what_is_cached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """S41, as an operator sees it: doctor says what a restart would keep, and after it that is there."""
+    with tempfile.TemporaryDirectory(prefix="kvs") as name:
+        path = Path(name) / "s"
+        file = tmp_path / "kvslot.toml"
+        file.write_text(configuration(tmp_path / "other", [{}], {"log_format": "json", "drain_seconds": 0.5}))
+        command = [sys.executable, "-Im", "kvslot.daemon", "--config", str(file)]
+        with Supervisor(command, sockets={"kvslot": path}) as manager:
+            manager.start()
+            with Wire(path) as wire:
+                wire.hello()
+                wire.call(messages.Allocate, wire.namespace, 1, tokens(100))
+                wire.call(messages.Commit, 1, 100)
+                wire.call(messages.Free, 1)
+            names = ("restart", "configuration", "permissions")
+            for _ in range(2):
+                rows = document(capsys, path, *names)["rows"]
+                found = {row["check"]: row for row in rows}
+                assert found["restart"]["finding"] == "a restart keeps 100 cached tokens"
+                assert found["configuration"]["verdict"] == "ok", found
+                manager.restart()
 
 
 # -- what is read on the machine --------------------------------------------------------------------------------------
