@@ -12,9 +12,11 @@ of the user who asks; what it changes is logged with who that was, and what it i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -683,7 +685,13 @@ class AdminService:
 
     def _logged(self, fields: Mapping[str, Any]) -> None:
         event = {name: value for name, value in fields.items() if name not in ("exc_info", "stack_info")}
-        self.ring.add("log", event)
+        with contextlib.suppress(
+            Exception
+        ):  # whatever is wrong with this copy, the line itself is to be written
+            error = fields.get("exc_info")
+            if isinstance(error, BaseException):
+                event["exception"] = "".join(traceback.format_exception(error)).rstrip()
+            self.ring.add("log", event)
 
     # -- told by the door --------------------------------------------------------------------------------------
 

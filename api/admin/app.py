@@ -396,6 +396,9 @@ class Admin:
         guarded.began()
         self.requests += 1
         try:
+            wait = self.door.requests.take(self.door.loop.time())
+            if wait:
+                await asyncio.sleep(wait)
             response = await self._answer(request, guarded)
             last = self.door.draining or (guarded.ended_by_peer and not guarded.inner.queued)
             if last or not await _read_off(request):

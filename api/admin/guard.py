@@ -38,6 +38,13 @@ BODY_BYTES: Final = 16 << 10
 """Of an act's arguments, which are a few words."""
 ACCEPTS: Final = 4
 """Of one turn of the loop."""
+ACCEPT_RATE: Final = 100.0
+ACCEPT_BURST: Final = 100.0
+"""Connections a second, and at once; who is quicker waits at the door."""
+REQUEST_RATE: Final = 100.0
+REQUEST_BURST: Final = 200.0
+"""Requests a second, and at once, of all clients together: at a fifth of a millisecond each they take a fiftieth of the
+loop, whatever anybody does.  Who is quicker waits for the answer."""
 
 SO_PEERGROUPS: Final = 59
 GROUPS_MOST: Final = 65536
@@ -51,6 +58,22 @@ FULL_BODY: Final = (
     b'{"error":{"code":"too_many_connections","message":"all connections of the admin API are in use",'
     b'"remedy":"close some, or raise admin_connections"}}'
 )
+
+
+class Bucket:
+    """So many a second, and so many at once."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._level = burst
+        self._at = now
+
+    def take(self, now: float) -> float:
+        """Takes one; returns the seconds until it may be used, each caller's behind the one before."""
+        self._level = min(self._burst, self._level + (now - self._at) * self._rate) - 1.0
+        self._at = now
+        return max(0.0, -self._level / self._rate)
 
 
 class Caller(Protocol):
@@ -86,6 +109,9 @@ class Door:
         self.read_seconds = read_seconds
         self.send_seconds = send_seconds
         self.draining = False
+        now = loop.time()
+        self.requests = Bucket(REQUEST_RATE, REQUEST_BURST, now)
+        self._accepts = Bucket(ACCEPT_RATE, ACCEPT_BURST, now)
         self.connections: dict[Any, Guarded] = {}  # by aiohttp's protocol, as requests know it
         self._listeners: dict[int, socket.socket] = {}
         self._joining: set[asyncio.Task[Any]] = set()
@@ -109,13 +135,20 @@ class Door:
                 self.loop.call_later(0.5, self._accept_again, listener)
                 return
             sock.setblocking(False)
+            wait = self._accepts.take(self.loop.time())
+            if wait:
+                # This one comes in; the next ones wait in the socket's backlog.
+                self.loop.remove_reader(listener.fileno())
+                self.loop.call_later(wait, self._accept_again, listener)
             if len(self.connections) + len(self._joining) >= self.most:
                 self.caller.refused()
                 _turn_away(sock)
-                continue
-            task = self.loop.create_task(self._join(sock))
-            self._joining.add(task)
-            task.add_done_callback(self._joined)
+            else:
+                task = self.loop.create_task(self._join(sock))
+                self._joining.add(task)
+                task.add_done_callback(self._joined)
+            if wait:
+                return
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() in self._listeners and not self._closed:

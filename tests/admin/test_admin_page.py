@@ -58,6 +58,8 @@ def test_limits_are_those_of_the_code() -> None:
         f"| an answer that is not read | {guard.SEND_SECONDS:.0f} s |",
         f"{guard.READ_SECONDS:.0f} s to arrive; {guard.LINE_BYTES >> 10} KiB a line, {guard.HEADERS_MOST} headers; ",
         f"arguments {app.BODY_SECONDS:.0f} s and {guard.BODY_BYTES >> 10} KiB",
+        f"| requests of all clients together | {guard.REQUEST_RATE:.0f} a second, and {guard.REQUEST_BURST:.0f}",
+        f"| new connections | {guard.ACCEPT_RATE:.0f} a second, and {guard.ACCEPT_BURST:.0f} at once",
         f"| rows of a page | {app.LIMIT_MOST}; blocks {app.BLOCKS_MOST} |",
         f"The last {events.EVENTS_MOST}\nevents are kept, in {events.BYTES_MOST >> 20} MiB",
         f"There is room for {app.STREAMS_MOST} readers; one that has not read for {guard.SEND_SECONDS:.0f} seconds",

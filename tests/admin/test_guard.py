@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvslot.api.admin import guard
+from kvslot.api.admin.guard import Bucket
 from kvslot.api.wire.messages import Allocate, Ping, Pong
 
 from ..tools.daemon import Running, running
@@ -272,3 +275,37 @@ def test_running_work_is_waited_for_and_views_go_on() -> None:
             assert [row["name"] for row in rows] == ["holder"]
             wire.bye()
         assert daemon.process.wait(20) == 0
+
+
+def test_a_bucket_gives_so_many_a_second_and_so_many_at_once() -> None:
+    """The burst is free, what comes beyond waits for its turn each behind the other, and a pause fills it up again."""
+    bucket = Bucket(10.0, 5.0, 100.0)
+    assert [bucket.take(100.0) for _ in range(5)] == [0.0] * 5
+    assert [round(bucket.take(100.0), 6) for _ in range(3)] == [0.1, 0.2, 0.3]
+    assert bucket.take(100.3) == pytest.approx(0.1)
+    assert [bucket.take(200.0) for _ in range(6)][:5] == [0.0] * 5
+
+
+def test_clients_that_never_pause_have_a_small_part_of_the_loop(daemon: Running, admin: Path) -> None:
+    """Six that ask without end are held to the rate together; an engine is answered meanwhile."""
+    ended = threading.Event()
+    answers = [0] * 6
+
+    def hammer(index: int) -> None:
+        with contextlib.suppress(OSError, AssertionError), Client(admin) as client:
+            while not ended.is_set():
+                assert client.get("/readyz").status == 200
+                answers[index] += 1
+
+    threads = [threading.Thread(target=hammer, args=(index,)) for index in range(6)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    with Wire(daemon.socket) as wire:
+        while time.monotonic() - began < 3.0:
+            assert isinstance(wire.call(Ping), Pong)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - began
+    assert sum(answers) <= guard.REQUEST_BURST + guard.REQUEST_RATE * seconds + 20
