@@ -299,7 +299,7 @@ POOL_GAUGES: Final = (
     Plain("pinned_waste_slots", "Free slots of blocks that something else keeps from being wholly free.",
           "pinned_waste_tokens"),
     Plain("free_runs", "Runs of free slots, however long.", "free_runs"),
-    Plain("largest_free_run_slots", "Longest run of free slots: of those with the most whole growth runs, to a sixteenth.",
+    Plain("largest_free_run_slots", "Longest run of free slots, by its whole growth runs; to within a sixteenth.",
           "largest_free_run"),
     Plain("hole_slots", "Free slots outside whole growth runs.", "hole_tokens"),
     Plain("internal_waste_ratio", "Of the slots in blocks not wholly free, less unwritten room, those without a token.",
