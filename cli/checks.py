@@ -51,6 +51,8 @@ ALLOCATE_US: Final = 10_000.0
 """The 99th percentile inside the daemon; prompts of a hundred thousand tokens take some milliseconds."""
 HIT_TOKENS: Final = 100_000
 """Prompt tokens, before a share of hits says anything."""
+RELOADED: Final = ("client_uids", "client_gids")
+"""Settings that a reload takes over, beside those that `kvslotctl set` changes.  A test compares."""
 SHM_BYTES: Final = 1 << 30
 """Containers get 64 MiB of /dev/shm by default, with which frameworks' own shared memory fails."""
 LISTED: Final = 3
@@ -161,7 +163,7 @@ def configuration(p: Picture) -> list[Finding]:
     for name in differ:
         mode = name.endswith("_mode")
         now, then = (f"0o{each:o}" if mode else each for each in (live[name]["value"], told[name]))
-        changeable = live[name]["changeable"]
+        changeable = live[name]["changeable"] or name in RELOADED
         found.append(
             Finding(
                 "configuration", "note" if changeable else "warning", name,

@@ -12,6 +12,7 @@ import pytest
 
 from kvslot.cli import checks, doctor, host
 from kvslot.cli.checks import Picture
+from kvslot.daemon import config
 
 Change = Callable[[Picture], None]
 
@@ -263,6 +264,11 @@ def test_names_stand_in_one_order_for_help_completion_and_output() -> None:
     assert tuple(checks.CHECKS) == doctor.NAMES
     for name, check in checks.CHECKS.items():
         assert (check.__doc__ or "").strip().endswith("?"), name
+
+
+def test_what_a_reload_takes_over_is_known() -> None:
+    """A setting for which a restart is advised needs one."""
+    assert set(checks.RELOADED) == set(config.RELOADABLE) - {"tenants"}
 
 
 def test_a_stopped_process_is_to_be_continued_not_killed() -> None:
