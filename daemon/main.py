@@ -241,11 +241,16 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _serve(settings: Settings, reload: Callable[[], Settings]) -> int:
+    import faulthandler
+
     import structlog
 
     from kvslot.daemon import config, logs
     from kvslot.daemon.server import serve
 
+    # A watchdog ends a loop that hangs by SIGABRT: where it hung is then in the log.  To the descriptor itself, since
+    # nothing else can be relied upon by then.
+    faulthandler.enable(2)
     logs.set_up(settings.log_format, settings.log_level)
     log = structlog.get_logger()
     for stray in config.strays(os.environ):

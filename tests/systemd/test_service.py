@@ -158,8 +158,8 @@ def test_S71_a_slow_start_is_not_cut_off(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_S71_a_loop_that_hangs_gives_no_sign_of_life(folder: Path) -> None:
-    """A blocked loop sends no WATCHDOG, is killed and started anew; who waits at the door is served by the next one."""
-    block = "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))"
+    """A blocked loop sends no WATCHDOG, is killed and says where it hung; the next one serves who waits at the door."""
+    block = "import signal, time\ndef hangs(*_): time.sleep(600)\nsignal.signal(signal.SIGUSR1, hangs)"
     with supervised(folder, first=block, watchdog_seconds=4.0) as manager:
         manager.start()
         manager.wait(lambda: bool(manager.said("WATCHDOG")))
@@ -169,6 +169,8 @@ def test_S71_a_loop_that_hangs_gives_no_sign_of_life(folder: Path) -> None:
             assert manager.codes == [-signal.SIGABRT]
             assert isinstance(waiting.call(Ping), Pong)
         assert manager.history == ["started", "ready", "watchdog", "exited", "started", "ready"]
+        assert "Fatal Python error: Aborted" in manager.text()
+        assert "in hangs" in manager.text(), "the log does not say where it hung"
         assert manager.stop() == 0
 
 
