@@ -11,7 +11,8 @@ they are known.
     node   [ label: tokens ]   first, last: the first and the latest request whose sequence passes through it
 
 Memory: `memory_bytes` for the trees.  Beyond it the leaves used longest ago go, and what a later request would have had
-in common with them is not seen; `forgotten_tokens` says how many went.
+in common with them is not seen; `forgotten_tokens` says how many went.  A quarter as much again for requests whose
+lines wait for an earlier one to end; beyond it that one is cut off where it is, so that one hung engine holds up none.
 
 Sessions of a trace are conversations, whose requests follow each other; a daemon knows engines.  A request that goes on
 where an ended one stopped (it has more in common with it than its prompt) is the next of that one's session; any other
@@ -168,10 +169,12 @@ class _Request:
     __slots__ = (
         "at",
         "children",
+        "counted",
         "ended_at",
         "hit",
         "length",
         "nothing",
+        "number",
         "over",
         "prompt",
         "session",
@@ -191,8 +194,10 @@ class _Request:
         self.length = prompt
         self.over = False
         self.ended_at = float("inf")
-        self.children: list[tuple[int, int, _Request]] = []  # forks: tokens shared, its number, itself
+        self.children: list[tuple[int, _Request]] = []  # forks: tokens shared, and each itself
         self.nothing = False  # a fork that has no line of its own
+        self.number = 0  # the daemon's
+        self.counted = 0  # of `Recording._held`
 
 
 class _Past:
@@ -248,6 +253,9 @@ class Recording:
         self._latest: dict[int, int] = {}  # session of the trace -> its latest request
         self._sessions = 0
         self._pace = Pace()
+        self._held_most = memory_bytes >> 2
+        self._held = 0  # bytes of tokens that requests without a line were told with
+        self._written_at = 0.0
 
     @property
     def seconds(self) -> float:
@@ -285,9 +293,7 @@ class Recording:
     def end(self) -> list[Line | Own]:
         """Nothing more comes from this boot of the daemon: what is under way ends here, as far as it is known."""
         while self._under_way:
-            request = self._under_way.pop(next(iter(self._under_way)))
-            self._over(request, max(request.length, len(request.tokens) >> 2), float("inf"))
-            self.cut_off += request.over and not request.nothing
+            self._cut_off(self._under_way.popitem()[1])
         self._before = [self.lost_requests, self.lost_tokens, self.never, self.given_up]
         self.running = self.waiting = 0
         return self._settle(float("inf"))
@@ -312,7 +318,7 @@ class Recording:
                 at = event.at + self._shift
                 request = _Request(at, event.session, parent.space, event.count, -1, known)
                 request.whole = len(known) == 4 * event.count
-                parent.children.append((event.count, event.request, request))
+                parent.children.append((event.count, request))
                 self._enter(event.request, request)
             case "told":
                 found = self._under_way.get(event.request)
@@ -324,6 +330,8 @@ class Recording:
                     return
                 del found.tokens[4 * event.count :]
                 found.tokens += event.tokens
+                found.counted += len(event.tokens)
+                self._held += len(event.tokens)
             case "cut":
                 found = self._under_way.get(event.request)
                 if found is not None:
@@ -341,7 +349,10 @@ class Recording:
                 pass  # of a newer daemon
 
     def _enter(self, number: int, request: _Request) -> None:
+        request.number = number
         self._under_way[number] = request
+        request.counted = len(request.tokens)
+        self._held += request.counted
         self.begun += 1
         self._arrivals += 1
         self.engines.add((self.boots, request.session))
@@ -359,9 +370,9 @@ class Recording:
         if request.hit < 0 and length <= request.prompt and not request.children:
             request.nothing = request.over = True
             return
-        for shared, number, child in request.children:
+        for shared, child in request.children:
             if shared == length and not child.nothing:
-                self._go_on(request, number, child)
+                self._go_on(request, child)
                 return
         request.children.clear()
         request.over = True
@@ -370,25 +381,42 @@ class Recording:
         if len(request.tokens) > 4 * request.length:
             del request.tokens[4 * request.length :]
 
-    def _go_on(self, request: _Request, number: int, child: _Request) -> None:
+    def _go_on(self, request: _Request, child: _Request) -> None:
         """A request has ended where a fork of it goes on, or went on: from here on that is the request."""
         child.nothing = True
         request.tokens, request.whole = child.tokens, child.whole
         request.children = child.children
-        if number in self._under_way:
-            self._under_way[number] = request
-        else:
+        if child.over:
             request.over, request.length, request.ended_at = True, child.length, child.ended_at
+        else:
+            request.number = child.number
+            self._under_way[request.number] = request
 
     def _settle(self, floor: float) -> list[Line | Own]:
         """The lines of requests that ended, up to the first that has not."""
         lines: list[Line | Own] = []
         waiting = self._line
-        while waiting and (waiting[0][2].over or waiting[0][2].nothing) and waiting[0][0] <= floor:
+        while self._held > self._held_most and waiting:
             request = heapq.heappop(waiting)[2]
-            if not request.nothing:
-                self._write(request, lines)
+            if not request.over and not request.nothing:
+                self._cut_off(request)
+            self._write_or_not(request, lines)
+        while waiting and (waiting[0][2].over or waiting[0][2].nothing) and waiting[0][0] <= floor:
+            self._write_or_not(heapq.heappop(waiting)[2], lines)
         return lines
+
+    def _cut_off(self, request: _Request) -> None:
+        """Ends a request where it is, and where it goes on as a fork of it, that, too."""
+        while not request.over:
+            self._under_way.pop(request.number, None)
+            self._over(request, max(request.length, len(request.tokens) >> 2), float("inf"))
+        if not request.nothing:
+            self.cut_off += 1
+
+    def _write_or_not(self, request: _Request, lines: list[Line | Own]) -> None:
+        self._held -= request.counted
+        if not request.nothing:
+            self._write(request, lines)
 
     def _write(self, request: _Request, lines: list[Line | Own]) -> None:
         index = self.requests
@@ -417,10 +445,11 @@ class Recording:
             self._pace.note(
                 request.prompt - request.hit, total - request.prompt, request.ended_at - request.at
             )
-        started = self._start or 0.0
+        # One that was cut off may have come after one that is told of only now.
+        self._written_at = max(self._written_at, round(request.at - (self._start or 0.0), 6))
         lines.append(
             Line(
-                round(max(0.0, request.at - started), 6),
+                self._written_at,
                 session,
                 turn,
                 parent,

@@ -125,7 +125,7 @@ class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
     fork_tokens: int = 0
     """Their prompts: shared with the others, and nothing that was looked up."""
     cut_off: int = 0
-    """Requests that had not ended when the recording did."""
+    """Requests that had not ended when the recording did, or held too many others back; outputs as they were then."""
     never: int = 0
     """Told NEVER, and not in the trace."""
     given_up: int = 0
@@ -149,7 +149,7 @@ class RecordedLoad(msgspec.Struct, frozen=True, kw_only=True):
                 ("requests lost, as the recorder could not keep up", self.lost_requests),
                 ("tokens lost with them, or of others", self.lost_tokens),
                 ("tokens no longer compared with, for want of memory", self.forgotten_tokens),
-                ("requests running at the end, with outputs as long as they were then", self.cut_off),
+                ("requests cut off while they ran, with outputs as long as they were then", self.cut_off),
                 ("requests told NEVER, and left out", self.never),
                 ("requests given up while they waited, and left out", self.given_up),
                 ("branches of requests (forks), which a replay has to look up", self.forks),

@@ -179,7 +179,7 @@ def test_a_trace_outlives_whoever_is_killed(which: str, tmp_path: Path) -> None:
             daemon.process.kill()
             said = told(process, 5)
             assert "the daemon ended" in said
-            assert "requests running at the end, with outputs as long as they were then: 1" in said
+            assert "requests cut off while they ran, with outputs as long as they were then: 1" in said
             trace = load(out)
             assert trace.prompt_len == [*range(20, 40), 77]
             assert trace.header.recorded is not None

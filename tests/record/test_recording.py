@@ -40,8 +40,8 @@ class Asked(NamedTuple):
 class Teller:
     """The daemon's side of a recording: events in the order of time, in pieces of any size."""
 
-    def __init__(self) -> None:
-        self.recording = Recording(values=True)
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
+        self.recording = Recording(values=True, memory_bytes=memory_bytes)
         self.recording.begin(0.0, 0.0)
         self.lines: list[Line] = []
         self.owns: list[Own] = []
@@ -180,6 +180,26 @@ def test_lines_wait_for_those_that_came_before() -> None:
     assert teller.recording.cut_off == 2
 
 
+def test_one_that_hangs_holds_up_nothing_for_good() -> None:
+    """Beyond a share of the memory the request that all wait for is cut off; times of lines never fall."""
+    teller = Teller(memory_bytes=40_000)
+    teller.tell([begun(1, 1.0, [1, 2, 3])], floor=0.0)
+    for number in range(2, 100):
+        at = float(number)
+        prompt = [*range(100 * number, 100 * number + 100)]
+        teller.tell([begun(number, at, prompt), noted("ended", number, at, 100)], at=at, floor=0.5)
+    assert len(teller.lines) > 50
+    assert teller.recording.held_back < 30
+    teller.tell([noted("told", 1, 0.0, 3, [4]), noted("ended", 1, 100.0, 4)], floor=0.5)
+    teller.tell([begun(200, 0.5, [1, 2, 9]), noted("ended", 200, 100.0, 3)], floor=200.0)
+    teller.end()
+    assert len(teller.lines) == 100
+    assert teller.recording.cut_off == 1
+    assert _short(teller.lines[0]) == (0, 3, 0)
+    times = [line.t for line in teller.lines]
+    assert times == sorted(times)
+
+
 def test_roll_backs_gaps_and_sessions_that_end() -> None:
     """What is cut is not known any more; behind a gap nothing is; a session's end ends what it ran, and no more."""
     teller = Teller()
@@ -292,6 +312,64 @@ def test_samples_of_one_prompt_are_requests_of_their_own() -> None:
         teller.tell([noted("told", number, 0.0, 3, [first, 5])])
     teller.tell([noted("ended", each, 2.0, 5) for each in (2, 1, 3)], floor=9.0)
     assert rebuilt(teller) == [[1, 2, 3, 10, 5], [1, 2, 3, 20, 5], [1, 2, 3, 30, 5]]
+
+
+@pytest.mark.parametrize("memory_bytes", [400, 2000, 1 << 30])
+def test_any_life_comes_to_a_sound_trace(memory_bytes: int) -> None:
+    """Random prompts, forks, roll-backs, ends and deaths: each line fits its parent, and nothing is left over."""
+    for seed in range(150):
+        draw = random.Random(seed)
+        teller = Teller(memory_bytes)
+        live: dict[int, tuple[list[int], int]] = {}
+        now = 0.0
+        for number in range(1, 60):
+            now += draw.random()
+            teller.tell([_anything(draw, number, now, live)], at=now, floor=max(0.0, now - 2))
+        teller.end()
+        assert not teller.recording.held_back
+        times = [line.t for line in teller.lines]
+        assert times == sorted(times)
+        for index, line in enumerate(teller.lines):
+            assert line.parent < index
+            assert (line.parent < 0) == (not line.keep)
+            total = line.prompt_len + line.output_len
+            assert line.keep <= total
+            if line.keep:
+                parent = teller.lines[line.parent]
+                assert line.keep <= parent.prompt_len + parent.output_len
+        for sequence, line in zip(rebuilt(teller), teller.lines, strict=True):
+            assert len(sequence) <= line.prompt_len + line.output_len
+
+
+def _anything(
+    draw: random.Random, number: int, now: float, live: dict[int, tuple[list[int], int]]
+) -> messages.Noted:
+    """One thing that may happen next, to `live`: what each running sequence holds, and its session."""
+    kind = draw.choice(["begun", "forked", "told", "told", "cut", "ended", "left"]) if live else "begun"
+    if kind == "begun":
+        live[number] = ([draw.randrange(3) for _ in range(draw.randrange(1, 9))], draw.randrange(3))
+        tokens, session = live[number]
+        return begun(number, now - 2 * draw.random(), tokens, session=session)
+    if kind == "left":
+        session = draw.randrange(3)
+        for gone in [each for each, (_, whose) in live.items() if whose == session]:
+            del live[gone]
+        return noted("left", 0, now, 0, session=session)
+    one = draw.choice(list(live))
+    tokens, session = live[one]
+    count = draw.randrange(1, len(tokens) + 1)
+    if kind == "forked":
+        live[number] = (tokens[:count], session)
+        return messages.Noted("forked", number, now, session, one, count, 0, b"")
+    if kind == "told":
+        more = [draw.randrange(3) for _ in range(draw.randrange(1, 4))]
+        tokens += more
+        return noted("told", one, 0.0, len(tokens) - len(more), more, session=session)
+    if kind == "cut":
+        del tokens[count:]
+        return noted("cut", one, 0.0, count, session=session)
+    del live[one]
+    return noted("ended", one, now, len(tokens) + draw.randrange(2), session=session)
 
 
 def test_a_forest_forgets_what_was_used_longest_ago() -> None:
