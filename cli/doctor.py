@@ -138,7 +138,7 @@ def see(control: Control, names: list[str]) -> Picture:
     (status,) = control.inspect("status")
     pools = _control.pools(control)
     process: dict[str, Any] = next(iter(ask("process")), {})
-    pid = process.get("pid", 0)
+    pid = process.get("pid", 0) if host.is_daemon(process.get("pid", 0)) else 0
     picture = checks.Picture(
         version=__version__,
         protocol=VERSION,
@@ -200,7 +200,10 @@ def _effective(pid: int) -> tuple[dict[str, Any] | None, str]:
     from kvslot.cli import host
 
     if not pid:
-        return None, "the daemon does not say which process it is"
+        return (
+            None,
+            "the daemon's process cannot be seen from here: another container's, or of an older version",
+        )
     return host.effective(pid)
 
 

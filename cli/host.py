@@ -92,6 +92,12 @@ def alive(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}") if pid > 0 else False
 
 
+def is_daemon(pid: int) -> bool:
+    """Whether that is a kvslotd here: a number from another container's point of view is somebody else's."""
+    words = _read(f"/proc/{pid}/cmdline").split("\0") if pid > 0 else []
+    return any("kvslotd" in os.path.basename(word) or "kvslot.daemon" in word for word in words)
+
+
 def process_state(pid: int) -> str:
     """One letter as in `ps`: R, S, D, T, Z; "" where it cannot be read."""
     text = _read(f"/proc/{pid}/stat")

@@ -281,6 +281,14 @@ def test_only_flags_that_settings_come_from_are_passed_on() -> None:
     assert host.passed_on(words) == ["--config", "a.toml", "--demo", "--log-level=debug", "--no-prefault"]
 
 
+def test_a_number_that_is_somebody_elses_is_not_taken_for_the_daemon(daemon: Running) -> None:
+    """From another container the daemon's number may be another process's, of which nothing is to be believed."""
+    assert host.is_daemon(daemon.pid)
+    assert not host.is_daemon(os.getpid())
+    assert not host.is_daemon(0)
+    assert not host.is_daemon(2**22 + 1)
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("1min 30s", 90.0), ("500ms", 0.5), ("2h", 7200.0), ("infinity", None), ("", None), ("90", None)],
