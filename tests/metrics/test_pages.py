@@ -3,6 +3,9 @@
 import functools
 import re
 
+from kvslot.api.admin import metrics
+from kvslot.daemon import config
+
 from ..household.tree import ROOT
 from . import samples
 
@@ -46,3 +49,10 @@ def test_other_pages_name_metrics_that_there_are() -> None:
     for path in sorted((ROOT / "docs").rglob("*.md")):
         for name in re.findall(r"`(kvslot_[a-z_]+)[`{\[]", path.read_text(encoding="utf-8")):
             assert name in known, f"{path.name}: {name}"
+
+
+def test_states_and_modes_are_those_of_the_compactor() -> None:
+    """Whatever state compaction is in has a series, so that one of them is always 1."""
+    source = (ROOT / "daemon/compactor.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"\.state = \"([a-z ]+)\"", source)) <= set(metrics.COMPACTION_STATES)
+    assert set(metrics.MODES) == set(config.SETTINGS["compaction"].choices)
