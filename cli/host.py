@@ -95,7 +95,7 @@ def alive(pid: int) -> bool:
 def is_daemon(pid: int) -> bool:
     """Whether that is a kvslotd here: a number from another container's point of view is somebody else's."""
     words = _read(f"/proc/{pid}/cmdline").split("\0") if pid > 0 else []
-    return any("kvslotd" in os.path.basename(word) or "kvslot.daemon" in word for word in words)
+    return any(os.path.basename(word) == "kvslotd" or word == "kvslot.daemon" for word in words)
 
 
 def process_state(pid: int) -> str:
