@@ -2,25 +2,28 @@
 
     head        4096 bytes; what it describes (pool, layout, memory, boot), checked by a sum; then words that change
     state       u8  by slot: the core's states
-    owner       u64 by slot: the stretch that its token was published in, or HELD and the session that it is private to
-    place       u32 by slot: which token of that stretch
+    whose       u8  by slot: the mark of the session that it is or was private to; 0: nobody in particular
+    stretch     u64 by slot: the serial number of what its token was published in; 0: it is not known
+    place       u32 by slot: which token of that stretch it is
     token       i32 by slot
-    link        u64 by slot, of a stretch's first token: what it follows
+    link        u64 by slot, of a stretch's first token: stretch and place of the one that it follows
     sessions    SESSIONS entries of 128 bytes: who may use slots that are not free
     spaces      SPACES entries of 4096 bytes, hardly any of them ever touched: namespaces by number
 
-A slot is cached, for whoever reads this after the process has died, exactly where `state` says so, `owner` is a
-stretch and all tokens of that stretch up to this one are so, too.  Nothing else is written when memory is evicted: the
-change of its state is the record that it no longer holds what it held.  Everything is stored by the one thread that
-replies, in the order of the program, so whoever was told something finds it here; a store into shared memory is there
-for others at once, and a process that is killed between two of them leaves what the first has written.
+A slot is cached, for whoever reads this after the process has died, exactly where `state` says so and all tokens of its
+stretch up to this one are there, too.  Nothing else is written when memory is evicted: the change of its state is the
+record that it no longer holds what it held.  Everything is stored by the one thread that replies, in the order of the
+program, so whoever was told something finds it here; a store into shared memory is there for others at once, and a
+process that is killed between two of them leaves what the first has written.
 
-    publish    place, token, link, then owner, then state = cached            dying in between leaves private slots
-    move       the target's columns, then its state, then the source's        both hold the same bytes in between
-    allocate   owner = HELD | session, then state = private                   a free slot was promised to nobody
+    publish    place, token, link, stretch, then state = cached     dying in between leaves private slots; a number that
+                                                                    is half written is in a slot that is not cached yet
+    move       the target's columns, then its state, then the source's      both hold the same bytes in between
+    allocate   whose, then state = private                                  a free slot was promised to nobody
 
-A serial number of a stretch is never used again in a journal's life, so that a link cannot lead to another than it was
-made for.  `limit` in the head is above every serial there is; it is raised by many at a time.
+A slot that becomes cached has had its stretch written since it was last free, if with 0; so nothing of an earlier life
+of the slot counts.  A serial number of a stretch is never used again in a journal's life, so that a link cannot lead to
+another than it was made for.  `LIMIT` in the head is above every serial there is; it is raised by many at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-MAGIC: Final = b"kvslotj1"
+MAGIC: Final = b"kvslotj2"
 HEAD: Final = 4096
 SESSIONS: Final = 65536
 """As many as the settings allow."""
@@ -47,11 +50,8 @@ LIMIT, SPACE, NUMBERS, SESSIONS_USED, SPACES_USED, LIVES = range(6)
 """Words: above every serial · the last number of a namespace · of a session · entries ever used of either table ·
 how often it was taken over"""
 
-HELD: Final = 1 << 63
-"""In `owner`: private to a session, see `held`; alone: to nobody in particular."""
-NUMBER_MOST: Final = (1 << 31) - 1
-"""Of sessions, over all boots."""
-_MIXED: Final = 0x9E3779B9
+MARKS: Final = 256
+"""Of sessions that are told apart, 0 is none: `whose` has a byte."""
 ROOT: Final = 1 << 63
 """In `link`: begins the namespace whose number the other bits are."""
 PRIORITY: Final = 60
@@ -60,22 +60,6 @@ PLACES: Final = 18
 """Bits of a place: tokens of one stretch.  A longer one is published as several."""
 SERIAL_MOST: Final = (1 << PRIORITY - PLACES) - 1
 PAGE: Final = 4096
-
-
-def held(number: int) -> int:
-    """The word in `owner` of slots that are private to a session.
-
-    It says the number twice.  A long copy may be cut between any two bytes, and what is half this and half a serial
-    number must not name another session.
-    """
-    return HELD | number << 32 | (number ^ _MIXED) & 0xFFFFFFFF
-
-
-def numbers_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The sessions that words of `held` name; 0 for those that say nothing."""
-    numbers = (words >> np.uint64(32)) & np.uint64(NUMBER_MOST)
-    said = (words & np.uint64(0xFFFFFFFF)) == (numbers ^ np.uint64(_MIXED))
-    return np.where(said & (words >= np.uint64(HELD)), numbers, 0).astype(np.int64)
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +100,9 @@ class Columns:
         at = HEAD
         self.state = buffer[at : at + slots]
         at += _aligned(slots)
-        self.owner = buffer[at : at + 8 * slots]
+        self.whose = buffer[at : at + slots]
+        at += _aligned(slots)
+        self.stretch = buffer[at : at + 8 * slots]
         at += _aligned(8 * slots)
         self.place = buffer[at : at + 4 * slots]
         at += _aligned(4 * slots)
@@ -130,7 +116,7 @@ class Columns:
     @staticmethod
     def end(slots: int) -> int:
         """Bytes of all of it."""
-        columns = _aligned(slots) + 2 * _aligned(8 * slots) + 2 * _aligned(4 * slots)
+        columns = 2 * (_aligned(slots) + _aligned(4 * slots) + _aligned(8 * slots))
         return HEAD + SESSIONS * SESSION_BYTES + SPACES * SPACE_BYTES + columns
 
     def write_head(self, head: Head) -> None:

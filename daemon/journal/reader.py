@@ -9,7 +9,6 @@ Everything is done on whole columns by numpy.  What does not agree is dropped, a
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
 
@@ -21,7 +20,7 @@ from kvslot.allocator import Space
 from kvslot.allocator.restore import NO_SPACE, Slots, Stretches
 from kvslot.allocator.slots import CACHED, FENCED, FREE, PRIVATE, QUARANTINED
 from kvslot.daemon.journal.columns import (
-    HELD,
+    MARKS,
     PLACES,
     PRIORITY,
     ROOT,
@@ -33,7 +32,6 @@ from kvslot.daemon.journal.columns import (
     SPACES,
     SPACES_USED,
     Columns,
-    numbers_of,
 )
 from kvslot.daemon.journal.writer import ENTRY, HOLDS, SUM, Session
 
@@ -56,20 +54,18 @@ def read(columns: Columns, unit: int) -> Found:
     sessions, entries = _sessions(columns)
     spaces, cells = _spaces(columns)
     state = np.frombuffer(columns.state, np.uint8)
-    owner = np.frombuffer(columns.owner, np.uint64)
-    stretches, cached = _stretches(columns, state, owner, unit, spaces)
+    stretches, cached = _stretches(columns, state, unit, spaces)
     # What a move has left is read by others than those whose it was, and is nobody's in particular.
     theirs = (state == PRIVATE) | (state == FENCED) | (state == QUARANTINED)
-    aside = np.flatnonzero(theirs & (owner >= np.uint64(HELD)))
-    numbers = numbers_of(owner[aside])
-    order = np.argsort(numbers, kind="stable")
-    places, numbers = aside[order].astype(np.int32), numbers[order]
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+    aside = np.flatnonzero(theirs).astype(np.int32)
+    marks = np.frombuffer(columns.whose, np.uint8)[aside]
+    order = np.argsort(marks, kind="stable")
+    bounds = np.searchsorted(marks[order], np.arange(MARKS + 1))
     private: dict[int, Slots] = {}
-    for start, end in pairwise([*starts, len(numbers)]):
-        number = int(numbers[start])
-        if number in entries:
-            private[number] = places[start:end]
+    for each in sessions:
+        start, end = bounds[each.mark], bounds[each.mark + 1]
+        if each.mark and start < end:
+            private[each.number] = aside[order[start:end]]
     return Found(state == FREE, stretches, spaces, cells, sessions, entries, private, cached)
 
 
@@ -81,14 +77,18 @@ def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int]]:
     for index in np.flatnonzero(words[:, 0]).tolist():
         entry = bytes(columns.sessions[SESSION_BYTES * index : SESSION_BYTES * (index + 1)])
         body = entry[: ENTRY.size]
-        number, boot, birth, group, pid, uid, gid, maps, _, secret, name = ENTRY.unpack(body)
-        if crc32(body) != int.from_bytes(entry[SUM : SUM + 4], "little") or number in entries:
+        number, boot, birth, group, pid, uid, gid, maps, mark, secret, name = ENTRY.unpack(body)
+        if (
+            crc32(body) != int.from_bytes(entry[SUM : SUM + 4], "little")
+            or number in entries
+            or mark >= MARKS
+        ):
             continue
         entries[number] = index
         sessions.append(
             Session(
                 number=number, boot=boot, pid=pid, uid=uid, gid=gid, birth=birth, secret=secret,
-                name=name.rstrip(b"\0").decode(errors="ignore"), group=group, mapped=bool(maps),
+                name=name.rstrip(b"\0").decode(errors="ignore"), group=group, mapped=bool(maps), mark=mark,
                 holds=bool(int.from_bytes(entry[8 * HOLDS : 8 * HOLDS + 8], "little")),
             )
         )  # fmt: skip
@@ -125,18 +125,17 @@ def _spaces(columns: Columns) -> tuple[dict[int, Space], dict[int, int]]:
 def _stretches(
     columns: Columns,
     state: npt.NDArray[np.uint8],
-    owner: npt.NDArray[np.uint64],
     unit: int,
     spaces: dict[int, Space],
 ) -> tuple[Stretches, int]:
-    place = np.frombuffer(columns.place, np.uint32)
+    stretch, place = np.frombuffer(columns.stretch, np.uint64), np.frombuffer(columns.place, np.uint32)
     link = np.frombuffer(columns.link, np.uint64)
     slots = np.flatnonzero(state == CACHED)
     cached = len(slots)
-    serials = owner[slots]
+    serials = stretch[slots]
     slots = slots[(serials > 0) & (serials <= SERIAL_MOST)]
-    # In order of stretch and place in one number; what is there twice counts once.
-    words, index = np.unique(owner[slots] << np.uint64(PLACES) | place[slots], return_index=True)
+    # In order of stretch and place; what is there twice counts once.
+    words, index = np.unique(stretch[slots] << np.uint64(PLACES) | place[slots], return_index=True)
     slots = slots[index]
     serials, places = words >> np.uint64(PLACES), (words & np.uint64((1 << PLACES) - 1)).astype(np.int64)
     # Places rise within a stretch, so the first that is not where it would be without a gap ends it.

@@ -3,8 +3,7 @@
     read ──► who of then is proven gone? ──► restore ──► columns as the pool is now ──► the writer goes on
 
 What the columns said stays true until they say something else, store by store, so that dying in between costs nothing
-but time: slots turn from private to quarantined, from cached (and not restored) to quarantined after their owner has
-become nobody, and those of the gone to free.
+but time: slots turn to quarantined, those that are nobody's in particular after that has been said of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvslot.allocator import Pool
 from kvslot.allocator import Session as Core
 from kvslot.allocator.restore import Restored, restore
 from kvslot.allocator.slots import CACHED, FREE, PADDING, QUARANTINED
-from kvslot.daemon.journal.columns import HELD, LIVES, Columns
+from kvslot.daemon.journal.columns import LIVES, Columns
 from kvslot.daemon.journal.reader import Found, read
 from kvslot.daemon.journal.writer import Session, Writer
 
@@ -83,9 +82,9 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
 
 def _settle(columns: Columns, pool: Pool, found: Found, restored: Restored) -> None:
     """The columns say what the pool is now."""
-    owner = np.frombuffer(columns.owner, np.uint64)
+    whose = np.frombuffer(columns.whose, np.uint8)
     state = np.frombuffer(columns.state, np.uint8)
-    owner[restored.left] = HELD
+    whose[restored.left] = 0
     new = np.full(pool.slots, QUARANTINED, np.uint8)
     new[found.free] = FREE
     new[restored.cached] = CACHED

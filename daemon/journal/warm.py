@@ -69,11 +69,10 @@ class Journaled:
 
     def opened(self, member: Member, boot: int) -> None:
         """Before a session is told that it is one: raises LookupError where no more can be written down."""
-        member.session.mark = member.number
         group = member.session.group
         if group is not None:
             member.engine = self._hosted.members[group.members[0].handle].engine
-        self.writer.session_opened(
+        member.session.mark = self.writer.session_opened(
             Session(
                 number=member.number, boot=boot, pid=member.peer.pid, uid=member.peer.uid, gid=member.peer.gid,
                 birth=member.birth, secret=member.secret, name=member.name, group=member.engine, mapped=member.mapped,
@@ -411,7 +410,7 @@ def _is_pidfd(descriptor: int, pid: int) -> bool:
 
 def _touch(columns: Columns) -> None:
     """Makes the columns exist now, rather than page by page on the way of a reply."""
-    for column in (columns.owner, columns.place, columns.token, columns.link):
+    for column in (columns.whose, columns.stretch, columns.place, columns.token, columns.link):
         np.frombuffer(column, np.uint8)[:] = 0
 
 

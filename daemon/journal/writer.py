@@ -6,6 +6,7 @@ that tells anybody.  Nothing here waits, fails or is flushed: memory of a memfd 
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
@@ -17,8 +18,8 @@ from kvslot.allocator import Space
 from kvslot.allocator.extents import cut
 from kvslot.allocator.slots import FREE, PRIVATE, Ledger
 from kvslot.daemon.journal.columns import (
-    HELD,
     LIMIT,
+    MARKS,
     NUMBERS,
     PLACES,
     PRIORITY,
@@ -32,7 +33,6 @@ from kvslot.daemon.journal.columns import (
     SPACES,
     SPACES_USED,
     Columns,
-    held,
 )
 from kvslot.daemon.journal.states import FILLS, READY, States
 
@@ -45,12 +45,14 @@ AHEAD: Final = 1 << 20
 """Serials by which the limit is raised: so seldom that it costs nothing."""
 PLACE_MOST: Final = 1 << PLACES
 ENTRY: Final = struct.Struct("<QQQQqIIII16s24s")
-"""number, boot, birth, group, pid, uid, gid, mapped, 0, secret, name; a word `holds`; the sum of all before that."""
+"""number, boot, birth, group, pid, uid, gid, mapped, mark, secret, name; a word `holds`; the sum of all before that."""
 HOLDS: Final = ENTRY.size // 8
 SUM: Final = ENTRY.size + 8
 
-_PLACES: Final = memoryview(np.arange(PLACE_MOST, dtype="<u4").tobytes())
-_FIRST: Final = tuple(bytes(_PLACES[: 4 * n]) for n in range(READY))
+MARKED: Final = tuple(bytes([mark]) for mark in range(MARKS))
+
+_PLACES: Final = np.arange(PLACE_MOST, dtype="<u4").tobytes()
+_READY: Final = tuple(_PLACES[: 4 * n] for n in range(READY + 1))
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +67,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     name: str
     group: int = 0  # the number of another session of its engine
+    mark: int = 0  # in `whose`, given by the journal
     mapped: bool = True  # whether it has ever been given the pool's memory
     holds: bool = True  # whether it may use slots, of its own or cached
 
@@ -76,19 +79,20 @@ class Writer(States):
         """`ledger`: whose holder new private slots are; `new` False: the columns are those of an earlier life."""
         self.columns = columns
         self._ledger = ledger
-        self._holder, self._held = 0, held(0).to_bytes(8, "little")
         if new:
             super().__init__(columns.slots, padding, columns.state)
         else:
             self.view = columns.state
-        self._owner, self._place, self._token = columns.owner, columns.place, columns.token
-        self._link = columns.link
-        self._owners = columns.owner.cast("Q")
-        self._places = columns.place.cast("I")
+        self._whose, self._stretch, self._place = columns.whose, columns.stretch, columns.place
+        self._token, self._link = columns.token, columns.link
+        self._serials, self._places = columns.stretch.cast("Q"), columns.place.cast("I")
+        self._marks = _Vacant(MARKS)
+        self._marks.use(0)
+        self._mark_of: dict[int, int] = {}  # session -> its mark
         words = columns.words
         # What was promised to the one before is not given out again.
         self._serial = self._limit = max(1, words[LIMIT])
-        self._space_of: dict[int, int] = {}  # root -> number, none where it could not be written
+        self._space_of: dict[int, int] = {}  # root -> the link to it, none where it could not be written
         self._cell_of: dict[int, int] = {}  # number of a namespace -> where it stands
         self._cells = _Vacant(SPACES)
         self._entry_of: dict[int, int] = {}  # session -> where it stands
@@ -105,22 +109,16 @@ class Writer(States):
     def shift(self, slot: int, length: int, source: int, target: int) -> None:
         """A `Journal` of the core's ledger."""
         if target == PRIVATE and source == FREE:
-            holder = self._ledger.holder
-            if holder != self._holder:
-                self._holder, self._held = holder, held(holder).to_bytes(8, "little")
-            self._owner[8 * slot : 8 * (slot + length)] = self._held * length
+            self._whose[slot : slot + length] = MARKED[self._ledger.holder] * length
         super().shift(slot, length, source, target)
 
     def shift_all(self, extents: list[int], source: int, target: int) -> None:
         """A `JournalAll` of it."""
         if target == PRIVATE and source == FREE:
-            holder = self._ledger.holder
-            if holder != self._holder:
-                self._holder, self._held = holder, held(holder).to_bytes(8, "little")
-            word, owner = self._held, self._owner
+            whose, mark = self._whose, MARKED[self._ledger.holder]
             for i in range(0, len(extents), 2):
                 slot, length = extents[i], extents[i + 1]
-                owner[8 * slot : 8 * (slot + length)] = word * length
+                whose[slot : slot + length] = mark * length
         view, fills = self.view, FILLS[target]
         for i in range(0, len(extents), 2):
             slot, length = extents[i], extents[i + 1]
@@ -130,63 +128,60 @@ class Writer(States):
         self, extents: list[int], tokens: bytes, before: int, root: int, priority: int, expiry: float
     ) -> None:
         """As `Recorder` has it."""
-        if before >= 0:
-            owner = self._owners[before]
-            if owner & HELD:
-                return  # what it follows is not told either
-            link = owner << PLACES | self._places[before]
+        # What it follows; 0: that is not told either.
+        if before < 0:
+            link = self._space_of.get(root, 0)
         else:
-            number = self._space_of.get(root)
-            if number is None:
-                return
-            link = ROOT | number
-        if priority and not expiry:
+            serial = self._serials[before]
+            link = serial << PLACES | self._places[before] if serial else 0
+        if link and priority and not expiry:
             link |= priority << PRIORITY
-        serial = self._serial
-        if len(extents) == 2 and extents[1] < READY and serial < self._limit:
-            # As `_stretch` does it; most prompts stand in one piece.
-            self._serial = serial + 1
-            slot, n = extents
-            self._place[4 * slot : 4 * (slot + n)] = _FIRST[n]
-            self._token[4 * slot : 4 * (slot + n)] = tokens
-            self._link[slot] = link
-            self._owner[8 * slot : 8 * (slot + n)] = serial.to_bytes(8, "little") * n
-            return
-        while len(tokens) > 4 * PLACE_MOST:
-            link = self._stretch(cut(extents, 0, PLACE_MOST), tokens[: 4 * PLACE_MOST], link) << PLACES | (
-                PLACE_MOST - 1
-            )
-            if priority and not expiry:
+        while link and len(tokens) > 4 * PLACE_MOST:
+            link = self._publish(cut(extents, 0, PLACE_MOST), tokens[: 4 * PLACE_MOST], link)
+            if link and priority and not expiry:
                 link |= priority << PRIORITY
             extents, tokens = cut(extents, PLACE_MOST, 1 << 40), tokens[4 * PLACE_MOST :]
-        self._stretch(extents, tokens, link)
+        if link:
+            link = self._publish(extents, tokens, link)
+        if not link:
+            for i in range(0, len(extents), 2):
+                slot, n = extents[i], extents[i + 1]
+                self._stretch[8 * slot : 8 * (slot + n)] = bytes(8 * n)
 
-    def _stretch(self, extents: list[int], tokens: bytes, link: int) -> int:
+    def _publish(self, extents: list[int], tokens: bytes, link: int) -> int:
+        """Writes a stretch; returns the link to its last token, 0 where it could not be written."""
         serial = self._serial
         if serial >= self._limit:
             if serial > SERIAL_MOST - AHEAD:
                 return 0  # after years; what is published from now on does not outlive this process
             self._limit = self.columns.words[LIMIT] = serial + AHEAD
         self._serial = serial + 1
-        places, column, told = self._place, self._token, memoryview(tokens)
+        count = len(tokens) >> 2
+        places, column, stretch = self._place, self._token, self._stretch
+        word = serial.to_bytes(8, "little")
+        if len(extents) == 2:
+            slot = extents[0]
+            first, end = 4 * slot, 4 * (slot + count)
+            places[first:end] = _READY[count] if count <= READY else _PLACES[: 4 * count]
+            column[first:end] = tokens
+            self._link[slot] = link
+            stretch[2 * first : 2 * end] = word * count
+            return serial << PLACES | (count - 1)
         at = 0
         for i in range(0, len(extents), 2):
-            slot, n = 4 * extents[i], 4 * extents[i + 1]
-            places[slot : slot + n] = _PLACES[at : at + n]
-            column[slot : slot + n] = told[at : at + n]
-            at += n
+            first, size = 4 * extents[i], 4 * extents[i + 1]
+            places[first : first + size] = _PLACES[at : at + size]
+            column[first : first + size] = tokens[at : at + size]
+            at += size
         self._link[extents[0]] = link
-        word = serial.to_bytes(8, "little")
-        owner = self._owner
         for i in range(0, len(extents), 2):
             slot, n = extents[i], extents[i + 1]
-            owner[8 * slot : 8 * (slot + n)] = word * n
-        return serial
+            stretch[8 * slot : 8 * (slot + n)] = word * n
+        return serial << PLACES | (count - 1)
 
     def moved(self, source: list[int], target: list[int]) -> None:
         """As `Recorder` has it."""
-        owner, place, token = self._owner, self._place, self._token
-        link = self._link
+        stretch, place, token, link = self._stretch, self._place, self._token, self._link
         left = [*reversed(target)]
         for i in range(0, len(source), 2):
             slot, n = source[i], source[i + 1]
@@ -195,10 +190,10 @@ class Writer(States):
                 some = min(n, length)
                 if some < length:
                     left += (length - some, goal + some)
-                place[4 * goal : 4 * (goal + some)] = place[4 * slot : 4 * (slot + some)]
                 token[4 * goal : 4 * (goal + some)] = token[4 * slot : 4 * (slot + some)]
                 link[goal : goal + some] = link[slot : slot + some]
-                owner[8 * goal : 8 * (goal + some)] = owner[8 * slot : 8 * (slot + some)]
+                place[4 * goal : 4 * (goal + some)] = place[4 * slot : 4 * (slot + some)]
+                stretch[8 * goal : 8 * (goal + some)] = stretch[8 * slot : 8 * (slot + some)]
                 slot += some
                 n -= some
 
@@ -220,12 +215,12 @@ class Writer(States):
         cell[at + 16 : at + 16 + len(body)] = body
         cell[at + 8 : at + 16] = struct.pack("<II", len(body), crc32(body, number & 0xFFFFFFFF))
         cell[at : at + 8] = number.to_bytes(8, "little")
-        self._space_of[root] = number
+        self._space_of[root] = ROOT | number
         self._cell_of[number] = index
 
     def closed(self, root: int) -> None:
         """As `Recorder` has it."""
-        number = self._space_of.pop(root, 0)
+        number = self._space_of.pop(root, 0) & ~ROOT
         if number:
             index = self._cell_of.pop(number)
             self.columns.spaces[SPACE_BYTES * index : SPACE_BYTES * index + 8] = bytes(8)
@@ -233,12 +228,19 @@ class Writer(States):
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
-    def session_opened(self, session: Session) -> None:
-        """Somebody is about to be given the pool.  Raises LookupError where no more can be told."""
+    def session_opened(self, session: Session) -> int:
+        """Somebody is about to be given the pool: returns the mark of its slots, 0 where all marks are given.
+
+        Raises LookupError where no more sessions can be told.
+        """
         index = self._entries.take()
+        mark = 0
+        if session.mapped:
+            with contextlib.suppress(LookupError):
+                mark = self._mark_of[session.number] = self._marks.take()
         body = ENTRY.pack(
             session.number, session.boot, session.birth, session.group, session.pid, session.uid, session.gid,
-            session.mapped, 0, session.secret, session.name.encode()[:24],
+            session.mapped, mark, session.secret, session.name.encode()[:24],
         )  # fmt: skip
         at = SESSION_BYTES * index
         table, words = self.columns.sessions, self.columns.words
@@ -250,6 +252,7 @@ class Writer(States):
         table[at + SUM : at + SUM + 4] = crc32(body).to_bytes(4, "little")
         table[at : at + 8] = body[:8]
         self._entry_of[session.number] = index
+        return mark
 
     def session_holds(self, number: int, holds: bool) -> None:
         """Whether a session may use slots from here on: to be said before it is told of any."""
@@ -263,6 +266,9 @@ class Writer(States):
         if index is not None:
             self._session_words[SESSION_BYTES * index // 8] = 0
             self._entries.give(index)
+            mark = self._mark_of.pop(number, 0)
+            if mark:
+                self._marks.give(mark)
 
     @property
     def numbers(self) -> int:
@@ -274,10 +280,14 @@ class Writer(States):
         for number, index in found.cells.items():
             self._cells.use(index)
             self._cell_of[number] = index
-            self._space_of[roots[number]] = number
+            self._space_of[roots[number]] = ROOT | number
         for number, index in found.entries.items():
             self._entries.use(index)
             self._entry_of[number] = index
+        for each in found.sessions:
+            if each.mark:
+                self._marks.use(each.mark)
+                self._mark_of[each.number] = each.mark
 
 
 class _Vacant:

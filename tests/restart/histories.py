@@ -21,11 +21,12 @@ from kvslot.daemon.journal.writer import Session as Entry
 from kvslot.daemon.journal.writer import Writer
 
 SPACES = 3
+UNTOLD = 2  # the one whose names are too long for the journal
 TABLES = {"sessions": 64, "spaces": 16}  # entries, as many as these lives touch
 
 
 def bytes_of(slots: int) -> int:
-    aligned = [-(-n * slots // 4096) * 4096 for n in (1, 8, 4, 4, 8)]
+    aligned = [-(-n * slots // 4096) * 4096 for n in (1, 1, 8, 4, 4, 8)]
     return HEAD + sum(aligned) + 64 * SESSION_BYTES + 16 * SPACE_BYTES
 
 
@@ -81,7 +82,7 @@ class History:
 
     def _taped(self) -> Columns:
         columns = Columns(memoryview(self.buffer), self.pool.slots, **TABLES)
-        for name in ("words", "state", "owner", "place", "token", "link", "sessions", "spaces"):
+        for name in ("words", "state", "whose", "stretch", "place", "token", "link", "sessions", "spaces"):
             setattr(columns, name, Tape(getattr(columns, name), self._told))
         return columns
 
@@ -124,8 +125,7 @@ class History:
             page=self.page, movable=self.page == 1 and self.rng.random() < 0.7,
             append="chain" if self.rng.random() < 0.7 else "peel",
         )  # fmt: skip
-        session.mark = self.number
-        self.writer.session_opened(
+        session.mark = self.writer.session_opened(
             Entry(number=self.number, boot=1, pid=1, uid=0, gid=0, birth=7, secret=b"s" * 16, name="x")
         )
         self.alive[self.number] = session
@@ -143,7 +143,7 @@ class History:
             self.open()
             return
         session, space = self.rng.choice(live), self.rng.randrange(SPACES)
-        root = self.pool.open_space(Space("t", str(space)))
+        root = self.pool.open_space(Space("t", str(space), salt="long" * 2000 if space == UNTOLD else ""))
         lead = random.Random(self.rng.randrange(4))
         tokens = [lead.randrange(3) for _ in range(self.rng.randrange(40))]
         tokens += [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 12))]
@@ -374,7 +374,7 @@ class History:
 
     def die(self) -> None:
         """The process ends between two verbs and another takes over; nothing that was cached is lost."""
-        before = cached(self.pool)
+        before = {slot: colour for slot, colour in cached(self.pool).items() if colour[0] != UNTOLD}
         dead = {number for number in self.alive if self.rng.random() < 0.4}
         held = self.held()
         cut = bytes(self.buffer)

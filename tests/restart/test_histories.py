@@ -1,10 +1,13 @@
 """A journal may end at any store of any verb; what is made of it then is right."""
 
+import numpy as np
 import pytest
 
-from kvslot.allocator import PoolConfig
+from kvslot.allocator import Admitted, PoolConfig, Space, audit
 
-from .histories import History
+from .histories import UNTOLD, History, cached, free, reborn
+
+TOKENS = [np.arange(start, start + 40, dtype="<i4").tobytes() for start in (0, 1000)]
 
 CONFIGS = {
     "tokens": PoolConfig(blocks=17, block_size=16, quantum=4),
@@ -23,3 +26,51 @@ def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) ->
         if number % 30 == 29:
             history.die()
     assert history.restored == history.cached > 0
+
+
+def test_private_slots_come_back_with_their_own_session() -> None:
+    """What one session had is free once it is gone, while what another one has stays aside."""
+    history = History(1, CONFIGS["tokens"])
+    pool = history.pool
+    one, other = history.live()
+    root = pool.open_space(Space("t", "0"))
+    ours, theirs = (pool.allocate(session, root, TOKENS[index]) for index, session in enumerate((one, other)))
+    assert isinstance(ours, Admitted)
+    assert isinstance(theirs, Admitted)
+    before = free(pool)
+    pool, takeover, _ = reborn(bytes(history.buffer), history.config, lambda entry: entry.number != 1)
+    while not pool.sweep():
+        pass
+    assert takeover.restored.sessions.keys() == {1, 2}
+    assert free(pool) == before | slots(ours.extents)
+    assert not audit(pool)
+
+
+def test_what_anybody_may_read_waits_for_all_even_over_two_starts() -> None:
+    """Slots that were cached, and are not any more, are not free because the one who wrote them is gone."""
+    history = History(1, CONFIGS["tokens"])
+    pool = history.pool
+    one, other = history.live()
+    untold = pool.open_space(Space("t", str(UNTOLD), salt="long" * 2000))
+    wrote = pool.allocate(one, untold, TOKENS[0])
+    assert isinstance(wrote, Admitted)
+    pool.commit(one, wrote.sequence, 40)
+    pool.free(one, wrote.sequence)
+    assert isinstance(pool.allocate(other, untold, TOKENS[0]), Admitted)
+    shared = {slot for slot, colour in cached(pool).items() if colour[0] == UNTOLD}
+    assert len(shared) == 40
+    pool, _, buffer = reborn(bytes(history.buffer), history.config, lambda entry: True)
+    assert not shared & free(pool)
+    pool, _, _ = reborn(bytes(buffer), history.config, lambda entry: entry.number != 1)
+    while not pool.sweep():
+        pass
+    assert not shared & free(pool)
+    pool, _, _ = reborn(bytes(buffer), history.config, lambda entry: False)
+    while not pool.sweep():
+        pass
+    assert shared < free(pool)
+    assert not audit(pool)
+
+
+def slots(extents: list[int]) -> set[int]:
+    return {s for i in range(0, len(extents), 2) for s in range(extents[i], extents[i] + extents[i + 1])}

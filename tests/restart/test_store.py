@@ -6,11 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from kvslot import Client
-from kvslot.daemon.journal.columns import HELD, held, numbers_of
 
 from ..faults.actors import rows
 from ..systemd.supervisor import Supervisor
@@ -131,15 +129,3 @@ def test_an_idle_engine_holds_nothing_up() -> None:
             back(client)
         back(client)
         assert client.probe(PROMPT) == len(PROMPT) - 1
-
-
-def test_a_word_that_is_half_of_each_names_nobody_else() -> None:
-    """Cut between any two bytes, an owner that turns into another one names either session or none."""
-    for number in (1, 2, 77, 2**31 - 1):
-        for other in (held(3), held(2**30), 5, 2**40 + 12345):
-            old, new = held(number).to_bytes(8, "little"), other.to_bytes(8, "little")
-            either = {0, number, int(numbers_of(np.array([other], np.uint64))[0])}
-            for cut in range(1, 8):
-                word = int.from_bytes(new[:cut] + old[cut:], "little")
-                assert int(numbers_of(np.array([word], np.uint64))[0]) in either
-    assert int(numbers_of(np.array([HELD], np.uint64))[0]) == 0
