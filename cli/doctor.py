@@ -161,6 +161,8 @@ def see(control: Control, names: list[str]) -> Picture:
         unit=host.unit_of(pid),
         places=places(control.socket),
     )
+    if not pid:
+        picture.state_of = lambda pid: ""  # nor are those of sessions the same here
     if "admin" in names and _setting(picture, "admin"):
         path = _setting(picture, "admin_socket") or os.path.join(
             os.path.dirname(control.socket), "admin.sock"

@@ -114,19 +114,18 @@ def test_a_stalled_session_is_named_with_its_process(
 
 
 def test_an_open_socket_and_folder_are_found_and_the_remedy_closes_them(
-    capsys: pytest.CaptureFixture[str],
+    daemon: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """S63: what others may write on the way to the socket is a fault; doing as doctor says makes it well again."""
-    with running() as daemon:
-        assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
-        daemon.socket.chmod(0o666)
-        daemon.socket.parent.chmod(0o777)
-        rows = found_by(capsys, daemon, "permissions", code=1)
-        assert {row["verdict"] for row in rows} == {"fault", "warning"}
-        for row in rows:
-            if row["remedy"].startswith("chmod "):
-                subprocess.run(row["remedy"].partition(",")[0].split(), check=True)
-        assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
+    assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
+    daemon.socket.chmod(0o666)
+    daemon.socket.parent.chmod(0o777)
+    rows = found_by(capsys, daemon, "permissions", code=1)
+    assert {row["verdict"] for row in rows} == {"fault", "warning"}
+    for row in rows:
+        if row["remedy"].startswith("chmod "):
+            subprocess.run(row["remedy"].partition(",")[0].split(), check=True)
+    assert found_by(capsys, daemon, "permissions", code=0)[0]["verdict"] == "ok"
 
 
 def test_what_a_restart_would_change_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,52 +187,53 @@ def test_where_nobody_answers_doctor_says_why(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    daemon: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped process holds its lock and answers nothing: it is named, and to be continued."""
     monkeypatch.setattr(doctor, "PATIENCE_S", 0.3)
-    with running() as daemon:
-        daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            for _ in range(2000):
-                if host.process_state(daemon.pid) == "T":
-                    break
-            row = document(capsys, daemon, code=5)["rows"][0]
-        finally:
-            daemon.process.send_signal(signal.SIGCONT)
-        assert row["finding"] == f"process {daemon.pid} serves it, and does not answer"
-        assert row["reason"] == "it is stopped"
-        assert row["remedy"] == f"kill -CONT {daemon.pid}"
+    daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(2000):
+            if host.process_state(daemon.pid) == "T":
+                break
+        row = document(capsys, daemon, code=5)["rows"][0]
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
+    assert row["finding"] == f"process {daemon.pid} serves it, and does not answer"
+    assert row["reason"] == "it is stopped"
+    assert row["remedy"] == f"kill -CONT {daemon.pid}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_is_told_what_is_in_the_way(tmp_path: Path) -> None:
+def test_another_user_is_told_what_is_in_the_way(daemon: Running) -> None:
     """Who may not open the socket learns its group; who may, and not look, learns the setting."""
-    with running(socket_mode=0o660) as daemon:
-        daemon.socket.parent.chmod(0o755)
-        # Once as who we are: another user may not read the modules of this installation.
-        program = (
-            "import contextlib, io, os, sys; from kvslot.cli import ctl\n"
-            "argv = ['doctor', '--json', '--socket', sys.argv[1]]\n"
-            "with open(os.devnull, 'w') as out, contextlib.redirect_stdout(out): ctl.main(argv[:1] + argv[2:])\n"
-            "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(ctl.main(argv))"
+    # Once as who we are: another user may not read the modules of this installation.
+    program = (
+        "import contextlib, io, os, sys; from kvslot.cli import ctl\n"
+        "argv = ['doctor', '--json', '--skip', 'audit', '--socket', sys.argv[1]]\n"
+        "with open(os.devnull, 'w') as out, contextlib.redirect_stdout(out): ctl.main(argv)\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(ctl.main(argv))"
+    )
+
+    def as_nobody() -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-Ic", program, str(daemon.socket)], capture_output=True, check=False
         )
+        assert done.returncode == 5, done.stderr
+        row: dict[str, Any] = json.loads(done.stdout)["rows"][0]
+        return row
 
-        def as_nobody() -> dict[str, Any]:
-            done = subprocess.run(
-                [sys.executable, "-Ic", program, str(daemon.socket)], capture_output=True, check=False
-            )
-            assert done.returncode == 5, done.stderr
-            row: dict[str, Any] = json.loads(done.stdout)["rows"][0]
-            return row
-
-        row = as_nobody()
-        assert "may not open it" in row["finding"]
-        assert "usermod -aG" in row["remedy"]
-        daemon.socket.chmod(0o666)
+    daemon.socket.parent.chmod(0o755)
+    row = as_nobody()
+    assert "may not open it" in row["finding"]
+    assert "usermod -aG" in row["remedy"]
+    daemon.socket.chmod(0o666)
+    try:
         row = as_nobody()
         assert "does not let this user look" in row["finding"]
         assert "control_uids" in row["remedy"]
+    finally:
+        daemon.socket.chmod(0o660)
 
 
 def test_under_a_service_manager_a_restart_keeps_what_is_cached(
