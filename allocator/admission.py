@@ -149,6 +149,9 @@ class Admission:
             return self.refuse(session, account, need, now, ticket, Reason.QUOTA, quota=Quota.SESSION)
         if account.charged + need + self._growth_under(account) > account.slots:
             return self.refuse(session, account, need, now, ticket, Reason.QUOTA, quota=Quota.SLOTS)
+        if session.page > 1 and self.runs_wanted(account, session.page - 1):
+            # What rounds its last page up would be taken from growth that waits for as much.
+            return self.refuse(session, account, need, now, ticket, Reason.QUOTA, quota=Quota.RUNS)
         if any(waiting.contiguous for waiting in self.growth.values()):
             # Growth that wants whole pages and finds none: what a new request takes might be one of them.
             return self.refuse(session, account, need, now, ticket, Reason.TURN, contiguous=contiguous)
@@ -355,6 +358,13 @@ class Admission:
         if not self.growth:
             return 0
         return sum(t.need for t in self.growth.values() if t.account is account)
+
+    def runs_wanted(self, account: Account, more: int) -> bool:
+        """Whether a new request with `more` slots in reserve takes them from growth that waits under its account."""
+        if not self.growth:
+            return False
+        needs = self._growth_under(account)
+        return needs > 0 and account.unwritten + more + needs > account.room
 
     def _growth_held(self, before: int) -> int:
         """Slots that waiting growth of sequences older than handle `before` needs and its quota permits."""
@@ -582,6 +592,8 @@ class Admission:
             fits = fits and _within_quota(ticket) and not self._overdue(ticket.session, now)
             fits = fits and not self._waits_for_fences(ticket, free + reserved, now)
             fits = fits and not self._lacks_pages(ticket, now)
+            page = ticket.session.page
+            fits = fits and not (page > 1 and self.runs_wanted(ticket.account, page - 1))
             if fits and ticket.contiguous and pool.runs.longest() < ticket.need:
                 self._clear(ticket, now)
                 fits = (

@@ -159,6 +159,7 @@ class Pool(Lifecycle, Pages):
                 or session.charged + want > session.quota
                 or account.charged + want > account.slots
                 or account.unwritten + want - need > account.room
+                or self.admission.runs_wanted(account, want - need)
             ):
                 want = need
         if session.append == "peel" and path and want != need:

@@ -115,9 +115,10 @@ class Identity:
             [*settings.client_gids],
         )
         groups += settings.control_gids
-        for each in (*settings.tenants, *settings.pools):
-            users += each.users
-            groups += each.groups
+        both: list[TenantSettings | PoolSettings] = [*settings.tenants, *settings.pools]
+        for table in both:
+            users += table.users
+            groups += table.groups
         self._clients = (tuple(users), tuple(groups))
 
     @property

@@ -173,6 +173,39 @@ def test_growth_waits_for_runs_in_reserve() -> None:
     sound(pool)
 
 
+def test_new_requests_take_no_runs_from_growth_that_waits() -> None:
+    """Whoever starts over in a loop must not take the room that a growth waits for by a run of its own."""
+    start_over(page=1)
+
+
+def test_new_requests_take_no_runs_from_growth_that_waits_in_pages() -> None:
+    """Nor by what rounds its last page up."""
+    start_over(page=4)
+
+
+def start_over(page: int) -> None:
+    pool = limited(runs=1, quantum=4)
+    s = pool.open_session(page=page)
+    a, b = admit(pool, s, fresh(4, 0)), admit(pool, s, fresh(4, 100))
+    account = pool.accounts["a"]
+    grown(pool.extend(s, a.sequence, tokens=4 - account.unwritten))
+    waiting = later(pool.extend(s, b.sequence, tokens=4))
+    assert waiting.quota == Quota.RUNS
+    pool.wrote(s, a.sequence, 4)
+    for each in (a, b):
+        pool.wrote(s, each.sequence, pool.sequences[each.sequence].capacity)
+    assert account.unwritten == 0
+    new = pool.allocate(s, root(pool), fresh(5, 200))
+    if page > 1:
+        told = later(new)
+        assert (told.reason, told.quota) == (Reason.QUOTA, Quota.RUNS)
+    else:
+        assert isinstance(new, Admitted)
+        assert new.capacity == 5
+    grown(pool.extend(s, b.sequence, tokens=4, ticket=waiting.ticket))
+    sound(pool)
+
+
 def test_less_than_a_run_is_better_than_a_refusal() -> None:
     """Where part of a run is left under the limit, growth gets that."""
     pool = limited(runs=2, quantum=4)

@@ -16,7 +16,7 @@ from kvslot.api.wire.messages import Namespace
 
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
-from .tools import ME, OTHER, as_root, connect, refused, told
+from .tools import ME, NAMES, OTHER, as_root, connect, refused, told
 
 DENIED = errors.Denied.code
 
@@ -65,6 +65,17 @@ def test_a_session_opens_only_its_own_namespaces(daemon: Running) -> None:
         opened = wire.call(messages.OpenNamespace, Namespace("any", "model", "adapter", "salt"))
         assert isinstance(opened, messages.Opened)
         assert isinstance(wire.call(messages.Probe, opened.namespace, tokens(4)), messages.Probed)
+
+
+def test_s46_names_reach_no_line_as_they_came(daemon: Running) -> None:
+    """S46: names with quotes, newlines, escapes and marks that turn text are refused and told on one line each."""
+    for name in NAMES:
+        with Wire(daemon.socket) as wire:
+            error = refused(wire, messages.Hello, 1, "x", namespace=Namespace(name), map=False)
+            assert error.code == DENIED
+            assert error.message.isprintable(), error.message
+    for line in daemon.text().splitlines():
+        assert line.startswith("{"), line
 
 
 @as_root

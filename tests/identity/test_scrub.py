@@ -5,19 +5,33 @@ from __future__ import annotations
 import mmap
 import random
 import time
+from collections.abc import Iterator
 from typing import Self
 
 import numpy as np
+import pytest
 
 from kvslot.api.wire import messages
 from kvslot.api.wire.messages import Namespace
 from kvslot.daemon.device import Completion, DeviceFault, Geometry
 from kvslot.daemon.device.memory import MemoryDevice
 
-from ..tools.daemon import running
+from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
 
 LAYOUT = {"layers": 2, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Running]:
+    """A daemon whose pools are scrubbed: one with headroom, one with none."""
+    pool = {"blocks": 33, "block_size": 16, "layout": LAYOUT, "scrub": True}
+    pools = [
+        {"name": "used", **pool, "headroom": 0.05},
+        {"name": "full", **pool, "headroom": 0.0, "watermark": 0.0},
+    ]
+    with running(pools=pools) as daemon:
+        yield daemon
 
 
 class Dirty(Wire):
@@ -63,12 +77,11 @@ def own(admitted: messages.Admitted) -> list[int]:
     return out
 
 
-def test_nothing_is_handed_out_as_it_was_left() -> None:
+def test_nothing_is_handed_out_as_it_was_left(daemon: Running) -> None:
     """Two tenants take, publish, evict and free a small pool many times over: every slot comes with zeros, whatever
     way it came back; who is told LATER is told Ready; the audit is clean, and all is free in the end."""
     rng = random.Random(7)
-    pool = {"blocks": 33, "block_size": 16, "layout": LAYOUT, "scrub": True, "headroom": 0.05}
-    with running(pools=[pool]) as daemon, Dirty(daemon.socket) as one, Dirty(daemon.socket) as two:
+    with Dirty(daemon.socket) as one, Dirty(daemon.socket) as two:
         one.begin("a", 0x11)
         two.begin("b", 0x22)
         running_now: dict[Dirty, list[int]] = {one: [], two: []}
@@ -120,7 +133,7 @@ def test_nothing_is_handed_out_as_it_was_left() -> None:
             assert tool.call(messages.Audit).faults == []
 
 
-def test_who_waits_is_told_when_it_is_clean() -> None:
+def test_who_waits_is_told_when_it_is_clean(daemon: Running) -> None:
     """A full pool of cached data: a request evicts nothing and is LATER(fenced); a push comes when room was wiped."""
     pool = {
         "blocks": 33,

@@ -22,6 +22,13 @@ ME = os.geteuid()
 OTHER = ME + 4711  # no user of this machine need have that number
 
 
+NAMES = (
+    "x", "X", "ab", "a", "", "b", "\u00e9", "e\u0301", "\u212a", "K", "\u03c3", "\u03c2", "\ud7ff", "\U0001f512",
+    "\u200bx", "x\u200b", "x ", " x", "a\nb", 'a"b', "a\\b", "\u202ex", "\u0000", "\ufeffx", "y" * 256,
+)  # fmt: skip
+"""That look alike, run together, or do something to a terminal."""
+
+
 @contextmanager
 def someone(uid: int, gid: int = 65000, groups: Sequence[int] = ()) -> Iterator[None]:
     """This process is another user, for the kernel; needs root."""

@@ -89,6 +89,7 @@ CANARIES = [
     C("3.5 a tenant's quota binds growth", Admission, "grow", "if account.charged + need > account.slots:", "if False:"),
     C("3.5 a tenant's runs in reserve are bounded", Admission, "grow", "if account.unwritten + need > account.room:", "if False:", test_accounts.test_growth_waits_for_runs_in_reserve),
     C("3.5 growth of a tenant comes before its new requests", Admission, "_admit", "need + self._growth_under(account)", "need", test_accounts.test_a_tenants_growth_comes_before_its_new_requests),
+    C("3.5 growth that waits for runs comes before new requests", Admission, "runs_wanted", "needs > 0 and", "False and", test_accounts.test_new_requests_take_no_runs_from_growth_that_waits_in_pages),
     C("3.5 a tenant is charged until its slots are free", Pool, "_unfence", "account.charged -= piece.length", "pass"),
     C("3.5 who waits for a quota holds nobody back", Admission, "pump", "if not _within_quota(ticket):", "if False:", test_accounts.test_who_waits_for_a_tenants_quota_holds_nobody_back),
     C("3.5 what is leased is not evicted", PrefixTree, "hold", "if not self.kid[node]:", "if False:"),
