@@ -294,13 +294,13 @@ def test_it_says_when_the_daemon_is_gone_and_comes_back_by_itself(opened: Opener
             ready(tab)
             assert tab.run("kvslot.map.blocks") == 40
         tab.until("document.querySelector('#state').textContent === 'gone'")
-        tab.until("/gone for/.test(document.querySelector('#notes').textContent)")
+        tab.until("/gone since/.test(document.querySelector('#notes').textContent)")
         assert tab.run("document.title").startswith("(gone)")
         with running(socket=folder / "s", pools=[{"blocks": 50}]):
             ready(tab)
             tab.until("kvslot.map.blocks === 50")
             tab.until("/started again/.test(document.querySelector('#notes').textContent)")
-            tab.until("!/gone for/.test(document.querySelector('#notes').textContent)")
+            tab.until("!/gone since/.test(document.querySelector('#notes').textContent)")
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ const KEPT = 1900; // ticks: half an hour
 const STACK = ["cached", "private", "reserved", "fenced", "moving", "quarantined"];
 const RATED = ["Allocate", "Extend", "Commit", "Free"];
 const LATE_TICKS = 10; // that "10 s" goes over
-const SPANS = [60, 120, 300, 600, 1800]; // seconds that a chart shows
+const SPANS = [60, 120, 180, 300, 600, 900, 1200, 1800]; // seconds that a chart shows
 const ROWS_MOST = 100;
 
 // -- what is known -------------------------------------------------------------------------------------------------
@@ -252,9 +252,8 @@ function note(name, kind = "", text = "") {
 }
 
 function drawNotes() {
-  const waited = Math.round((Date.now() - ended.since) / 1000);
   if (ended.state === "gone") {
-    note("gone", "bad", `The daemon is gone for ${waited} s: ${ended.reason}. Trying again; what is shown is of before.`);
+    note("gone", "bad", `The daemon is gone since ${clock(ended.since)}: ${ended.reason}. Trying again; what is shown is of before.`);
   } else if (ended.state === "refused") note("gone", "bad", `The daemon refuses: ${ended.reason}.`);
   else note("gone");
   const draining = ended.state === "live" && tick?.draining;
@@ -606,6 +605,8 @@ let counting = 0;
 
 function look(block, asked) {
   const read = byId("map-read");
+  // Said aloud where the keyboard leads; a pointer that passes over a thousand blocks says nothing.
+  read.setAttribute("aria-live", document.activeElement === byId("map") ? "polite" : "off");
   if (block < 0) {
     say(read, "Point at a block, or use the arrow keys.");
     return;
@@ -713,10 +714,6 @@ document.addEventListener("visibilitychange", () => {
   for (const each of Object.values(loops)) each.soon();
   draw();
 });
-
-setInterval(() => {
-  if (ended.state === "gone") draw();
-}, 1000);
 
 themed();
 feed.follow(KEPT);

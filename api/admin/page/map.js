@@ -12,7 +12,7 @@ export const STATES = ["free", "private", "cached", "fenced", "moving", "reserve
 
 const LARGE = 12; // px of a cell from which it is drawn by itself
 const GRID = 6; // px from which cells are apart
-const CELL_MOST = 26; // px of a cell where there are few
+const CELL_MOST = 48; // px of a cell where there are few
 const ZOOM_MOST = 64;
 const MARK_MS = 1600; // that a move is shown
 const MARKS_MOST = 128;
@@ -155,7 +155,7 @@ export class PoolMap {
     if (!width || !blocks) return;
     let columns = Math.ceil(Math.sqrt((blocks * width) / height));
     // Rows that begin at round numbers are easier to read, where that costs little.
-    const round = [64, 16, 8].find((each) => Math.ceil(columns / each) * each < columns * 1.04);
+    const round = [64, 16, 8].find((each) => Math.ceil(columns / each) * each < columns * 1.015);
     if (round) columns = Math.ceil(columns / round) * round;
     this.#columns = Math.min(columns, blocks);
     this.#rows = Math.ceil(blocks / this.#columns);
