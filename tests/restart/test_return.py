@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,11 @@ from kvslot import Client
 from kvslot.api.client import Disconnected, Lost, StaleSession
 from kvslot.api.client.errors import OutOfRoom
 from kvslot.api.client.indices import slot_indices
-from kvslot.api.wire import Namespace
-from kvslot.api.wire.messages import Evict
+from kvslot.api.wire import VERSION, Namespace, NotFound, OutOfTurn
+from kvslot.api.wire.messages import Admitted, Allocate, Evict, Extend, Hello, Release
 
-from ..faults.actors import child, rows, until
-from ..tools.wire import Wire
+from ..faults.actors import Paint, child, rows, until
+from ..tools.wire import Wire, tokens
 from .killing import kept
 
 PROMPT = list(range(100, 140))
@@ -200,3 +201,73 @@ def test_another_pool_is_not_filled_with_what_the_old_one_held(change: dict[str,
         with Client(str(daemon.socket)) as client:
             assert client.probe(PROMPT) == 0
         daemon.manager.wait(lambda: sum(daemon.manager.stored.values()) == 2)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_S41_who_lives_on_while_the_daemon_is_restarted_is_not_written_over(saved: bool) -> None:
+    """With saved state and without: no byte that an engine still uses changes, and who goes on as before is told."""
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(kept([{"blocks": 17}], store_max=4096 if saved else 0))
+        first, second = (stack.enter_context(_Engine(daemon.socket, name)) for name in ("c1", "c2"))
+        daemon.manager.kill()
+        lines = [each["event"] for each in daemon.events("cold_start", "warm_start", "ready")]
+        assert lines == ["cold_start", "ready", "warm_start" if saved else "cold_start", "ready"]
+        # A third one takes all that it can get, and writes to it.
+        with _Engine(daemon.socket, "c3", room=0) as third:
+            taken: set[int] = set()
+            number = 10
+            while isinstance(
+                given := third.wire.call(Allocate, third.wire.namespace, number, tokens(16)), Admitted
+            ):
+                third.paint.write(tokens(16), given.extents)
+                taken |= set(range(given.extents[0], given.extents[0] + given.extents[1]))
+                number += 1
+            assert 0 < len(taken) <= 16 * 16 - 2 * 80 if saved else len(taken) > 2 * 80
+            for engine in (first, second):
+                assert not engine.paint.wrong(engine.prompt, engine.extents)
+            # The first one goes on with its old session, and then as a new one; the second one claims what was its.
+            old = first.wire.welcome
+            assert old is not None
+            resumed = {"boot": old.boot, "resume": old.session}
+            with Wire(daemon.socket) as stranger:
+                assert stranger.call(Extend, 1).code == OutOfTurn.code
+            with Wire(daemon.socket) as stranger:
+                guessed = stranger.call(Hello, VERSION, "c1", secret=b"guess", **resumed)
+                assert guessed.code == StaleSession.code
+            with Wire(daemon.socket) as again:
+                answer = again.call(Hello, VERSION, "c1", secret=old.secret, **resumed)
+                if saved:
+                    again.welcome = answer
+                    assert answer.former == old.session
+                    assert again.call(Extend, 1).code == NotFound.code
+                    free = rows(again, "pools")[0]["free"]
+                    again.call(Release, old.session, old.secret)
+                    until(lambda: rows(again, "pools")[0]["free"] >= free + 80, 10.0, "nothing was released")
+                else:
+                    assert answer.code == StaleSession.code
+            with Wire(daemon.socket) as anew:
+                anew.hello("c1")
+            assert not second.paint.wrong(second.prompt, second.extents)
+
+
+class _Engine:
+    """One that holds five blocks of painted, unpublished slots."""
+
+    def __init__(self, path: Path, name: str, room: int = 80) -> None:
+        self.wire = Wire(path)
+        self.wire.hello(name)
+        self.paint = Paint(self.wire, name)
+        self.prompt = tokens(room, 1)
+        self.extents: list[int] = []
+        if room:
+            given = self.wire.call(Allocate, self.wire.namespace, 1, self.prompt, contiguous=True)
+            assert given.capacity == room
+            self.extents = given.extents
+            self.paint.write(self.prompt, self.extents)
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.paint.memory.close()
+        self.wire.close()
