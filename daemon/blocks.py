@@ -13,6 +13,7 @@ engine notices who looks on.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -91,8 +92,8 @@ class BlockMaps:
         """`share`: of the time, for keeping one map up to date."""
         self._share = share
         self._maps: dict[str, _Map] = {}
-        # Rises over restarts, so that nobody takes a map of before for one of now.
-        self._sequence = int(time.time() * 1000)
+        # By chance, so that nobody takes a map of before a restart for one of now; below what JavaScript counts to.
+        self._sequence = secrets.randbits(50)
         self._first = self._sequence
 
     def look(self, now: float) -> None:
