@@ -114,7 +114,7 @@ class Notifier:
 
     def reloading(self) -> None:
         """Settings are being read anew; `ready` ends it."""
-        self._say(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        self._say(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self, status: str = "", seconds: float = 0.0) -> None:
         """This process is about to end, which may take `seconds`, even where the unit's limit is shorter."""
