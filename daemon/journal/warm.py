@@ -235,6 +235,10 @@ class Warm:
         gc.disable()
         try:
             takeover = take_over(columns, core, self._lives)
+        except Exception:
+            # A fault of ours, which the next process would meet again, and so on for ever: that one begins empty.
+            self._give_up(_key(name))
+            raise
         finally:
             if collects:
                 gc.enable()

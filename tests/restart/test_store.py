@@ -129,3 +129,32 @@ def test_an_idle_engine_holds_nothing_up() -> None:
             back(client)
         back(client)
         assert client.probe(PROMPT) == len(PROMPT) - 1
+
+
+def test_a_takeover_that_fails_is_not_tried_again() -> None:
+    """A fault in taking over ends the process once; the next one finds nothing to take over, and begins empty."""
+    with kept([{"blocks": 33}]) as daemon:
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+        manager = daemon.manager
+        manager.command[1:3] = ["-Ic", BROKEN]
+        manager.kill(ready=False)
+        manager.wait(lambda: manager.state == "running")
+        told = daemon.events("cold_start", "warm_start")
+        assert [each["event"] for each in told] == ["cold_start", "cold_start"]
+        assert manager.codes[1] == 1
+        daemon.faulty = True
+
+
+BROKEN = """
+import sys
+from kvslot.daemon.journal import warm
+
+def broken(*_):
+    raise RuntimeError("planted")
+
+warm.take_over = broken
+sys.argv[0] = "kvslotd"
+from kvslot.daemon.main import main
+raise SystemExit(main())
+"""
