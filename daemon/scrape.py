@@ -50,6 +50,9 @@ class Scraped:
                 "sessions": sessions,
                 "stalled": stalled,
                 "requests": requests,
+                "admin": msgspec.structs.asdict(server.admin.statistics())
+                if server.admin is not None
+                else {},
                 "checks": {each.name: each.ok for each in server.health.checks()},
                 "denied": server.identity.denied,
                 "privileged": server.identity.privileged,

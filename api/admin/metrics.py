@@ -32,6 +32,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvslot.api.admin.views import AdminStats
+
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 """Of what `Exposition.render` gives."""
 PIECE: Final = 16
@@ -108,6 +110,7 @@ class Daemon(Figures, frozen=True, kw_only=True):
     denied: int
     privileged: int
     tenants: Sequence[Tenant]
+    admin: AdminStats = AdminStats()
     checks: Mapping[str, bool] = {}  # of /healthz, by name
 
 
@@ -282,6 +285,19 @@ DAEMON_COUNTERS: Final = (
     Plain("collection_seconds", "Time that garbage collections took.", "collection_seconds"),
     Plain("cycles_found", "Objects that only a garbage collection could free.", "cycles_found"),
 )  # fmt: skip
+ADMIN_GAUGES: Final = (
+    Plain("connections", "Connections open to the admin API.", "connections"),
+    Plain("streams", "Readers of /v1/events.", "streams"),
+)  # fmt: skip
+ADMIN_COUNTERS: Final = (
+    Plain("requests", "Requests to the admin API, scrapes included.", "requests"),
+    Plain("failures", "Of those, answers that were failures.", "failures"),
+    Plain("connections_refused", "Connections to the admin API turned away since too many were open.",
+          "refused_connections"),
+    Plain("connections_cut", "Connections to the admin API cut off since the client was too slow.", "cut_connections"),
+    Plain("streams_dropped", "Readers of /v1/events that did not read, and were dropped.", "dropped_streams"),
+    Plain("faults", "Requests that the admin API failed to answer by its own fault.", "faults"),
+)  # fmt: skip
 POOL_GAUGES: Final = (
     Plain("size_bytes", "Memory of the pool.", "size_bytes"),
     Plain("usable_slots", "Token slots that can hold tokens.", "usable"),
@@ -371,6 +387,10 @@ def _daemon(daemon: Daemon) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"kvslot_{each.name}", each.text, value=_value(daemon, each))
     for each in DAEMON_COUNTERS:
         yield CounterMetricFamily(f"kvslot_{each.name}", each.text, value=_value(daemon, each))
+    for each in ADMIN_GAUGES:
+        yield GaugeMetricFamily(f"kvslot_admin_{each.name}", each.text, value=_value(daemon.admin, each))
+    for each in ADMIN_COUNTERS:
+        yield CounterMetricFamily(f"kvslot_admin_{each.name}", each.text, value=_value(daemon.admin, each))
     yield _gauges("sessions", "Sessions by state; lost: the connection ended, the process may live.", "state",
                   daemon.sessions)  # fmt: skip
     yield _gauges(
@@ -511,7 +531,7 @@ def buckets(classes: Sequence[int]) -> list[tuple[str, float]]:
     return found
 
 
-def _value(figures: Figures, each: Plain) -> float:
+def _value(figures: msgspec.Struct, each: Plain) -> float:
     value: float = getattr(figures, each.field)
     return value * each.scale if each.scale != 1.0 else value
 

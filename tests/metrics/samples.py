@@ -7,6 +7,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from kvslot.api.admin import metrics
+from kvslot.api.admin.views import AdminStats
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -26,6 +27,7 @@ def daemon() -> metrics.Daemon:
         pushes={"ready": 1},
         log_events={"info": 5},
         tenants=[metrics.Tenant(tenant="t", sessions=1, sessions_max=2, refused={"sessions": 1})],
+        admin=AdminStats(),
         checks={"device": True},
     )
 
