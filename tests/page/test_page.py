@@ -280,6 +280,42 @@ def test_events_are_filtered_and_paused(daemon: Running, opened: Opener, address
     tab.until(f"{lines}.length > {len(before)}")
 
 
+def test_a_row_stays_where_it_is_while_others_come(daemon: Running, opened: Opener, address: str) -> None:
+    """The tail adds what is new before what is there: rows are not made again, and none is there twice."""
+    tab = opened(address)
+    ready(tab)
+    tab.until("document.querySelectorAll('#events time').length >= 3")
+    tab.run("document.querySelector('#events li:last-child').marked = true")
+    before = tab.run("document.querySelectorAll('#events li').length")
+    with Wire(daemon.socket) as wire:
+        wire.hello("one more")
+        wire.bye()
+    tab.until(f"document.querySelectorAll('#events li').length >= {before} + 2")
+    assert tab.run("document.querySelector('#events li:last-child').marked") is True
+    numbers = tab.run("[...document.querySelectorAll('#events li')].map(each => Number(each.dataset.number))")
+    assert numbers == sorted(set(numbers), reverse=True)
+
+
+def test_nobody_looking_costs_next_to_nothing(opened: Opener, address: str) -> None:
+    """A hidden tab follows events and asks for nothing else; looked at again, it catches up."""
+    tab = opened(address)
+    ready(tab)
+    tab.until("document.querySelector('#health').textContent !== ''")
+    tab.run("Object.defineProperty(document, 'hidden', { get: () => globalThis.away, configurable: true })")
+    tab.run("globalThis.away = true")
+    ticks = tab.run("kvslot.daemon.length")
+    tab.until(f"kvslot.daemon.length >= {ticks} + 2")  # what was under way is over
+    tab.watch_requests()
+    tab.requests.clear()
+    tab.until(f"kvslot.daemon.length >= {ticks} + 5")
+    assert tab.requests == []
+    tab.run("(globalThis.away = false, document.dispatchEvent(new Event('visibilitychange')), true)")
+    deadline = time.monotonic() + SECONDS
+    while not any("v1/blocks" in each for each in tab.requests):
+        assert time.monotonic() < deadline, tab.requests
+        tab.browser.rest(0.05)
+
+
 # -- the daemon goes and comes ----------------------------------------------------------------------------------------
 
 

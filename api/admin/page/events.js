@@ -1,10 +1,11 @@
 // The tail of events: the latest are kept, those that pass the filter are shown, and it stands still when asked to.
 
 import { byId, make, say } from "./table.js";
-import { grouped } from "./format.js";
+import { clock, grouped } from "./format.js";
 
 const KEPT = 4000;
 const SHOWN = 300;
+const PAUSE = 150; // ms between two pictures of it: a thousand lines a second are no more to read than ten
 const LEVELS = { debug: 0, info: 1, warning: 2, error: 3, critical: 4 };
 const HEAD = new Set(["time", "level", "event"]);
 
@@ -13,12 +14,19 @@ export class Events {
   #paused = false;
   #fresh = 0; // while paused
   #wanted = false;
+  #late = false; // while nobody looked
   #list = byId("events");
 
   constructor() {
     byId("filter").addEventListener("input", () => this.#draw());
     byId("level").addEventListener("change", () => this.#draw());
     byId("pause").addEventListener("click", () => this.pause());
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden || !this.#late) return;
+      this.#late = false;
+      if (this.#paused) this.#count();
+      else this.#draw();
+    });
   }
 
   add(number, data) {
@@ -28,11 +36,12 @@ export class Events {
     if (this.#paused) this.#fresh++;
     if (this.#wanted) return;
     this.#wanted = true;
-    requestAnimationFrame(() => {
+    setTimeout(() => {
       this.#wanted = false;
-      if (this.#paused) this.#count();
+      if (document.hidden) this.#late = true;
+      else if (this.#paused) this.#count();
       else this.#draw();
-    });
+    }, PAUSE);
   }
 
   pause() {
@@ -57,12 +66,15 @@ export class Events {
     this.#count(found.length);
     const list = this.#list;
     const wanted = found.slice(-SHOWN).reverse();
-    const there = new Map([...list.children].map((item) => [item.dataset.number, item]));
-    list.replaceChildren(
-      ...(wanted.length
-        ? wanted.map((each) => there.get(String(each.number)) ?? row(each))
-        : [make("li", { className: "nothing" }, "no such events")]),
-    );
+    // Rows that stay are left where they are: somebody may have scrolled to one, or marked its text.
+    const numbers = new Set(wanted.map((each) => String(each.number)));
+    for (const item of [...list.children]) if (!numbers.has(item.dataset.number)) item.remove();
+    let next = list.firstChild;
+    for (const each of wanted) {
+      if (next?.dataset.number === String(each.number)) next = next.nextSibling;
+      else list.insertBefore(row(each), next);
+    }
+    if (!wanted.length) list.append(make("li", { className: "nothing" }, "no such events"));
   }
 }
 
@@ -71,7 +83,7 @@ function row({ number, data, level }) {
   item.dataset.number = String(number);
   const time = String(data.time ?? "");
   item.append(
-    make("time", { dateTime: time, title: time }, time.slice(11, 19) || "–"),
+    make("time", { dateTime: time, title: time }, time ? clock(Date.parse(time)) : "–"),
     make("span", { className: "level" }, String(data.level ?? "")),
     make("b", {}, String(data.event ?? "")),
   );

@@ -12,9 +12,9 @@ const KEY = "kvslot-token";
 
 export class Refused extends Error {
   constructor(status, said) {
-    super(said?.message ?? `the daemon answered with ${status}`);
+    const { message = `it answered with ${status}`, remedy } = said ?? {};
+    super(remedy ? `${message}: ${remedy}` : message);
     this.status = status;
-    this.remedy = said?.remedy ?? "";
   }
 }
 

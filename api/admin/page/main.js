@@ -17,6 +17,7 @@ const RATED = ["Allocate", "Extend", "Commit", "Free"];
 const LATE_TICKS = 10; // that "10 s" goes over
 const SPANS = [60, 120, 180, 300, 600, 900, 1200, 1800]; // seconds that a chart shows
 const ROWS_MOST = 100;
+const SESSIONS_MOST = 1024; // that are asked for
 
 // -- what is known -------------------------------------------------------------------------------------------------
 
@@ -24,7 +25,7 @@ let stats = null;
 let tick = null;
 let poolName = "";
 let healthy = null;
-let ended = { state: "connecting", since: Date.now(), reason: "" };
+let link = { state: "connecting", since: Date.now(), reason: "" };
 const pools = new Map(); // name -> { history, before: [ticks of this pool, with their times] }
 const daemon = new History(KEPT);
 const verbs = new Set();
@@ -114,14 +115,14 @@ function hello(fresh) {
 }
 
 function state(name, reason) {
-  if (ended.state !== name) ended = { state: name, since: Date.now(), reason };
-  ended.reason = reason;
+  if (link.state !== name) link = { state: name, since: Date.now(), reason };
+  link.reason = reason;
   draw();
 }
 
 function event(kind, data, number) {
-  if (ended.state !== "live") {
-    ended = { state: "live", since: Date.now(), reason: "" };
+  if (link.state !== "live") {
+    link = { state: "live", since: Date.now(), reason: "" };
     for (const each of Object.values(loops)) each.soon();
   }
   if (kind === "log") events.add(number, data);
@@ -189,10 +190,10 @@ const STATE_WORDS = {
 
 function drawTiles() {
   const pill = byId("state");
-  const draining = ended.state === "live" && tick?.draining;
-  say(pill, draining ? "draining" : STATE_WORDS[ended.state]);
-  pill.dataset.state = draining ? "draining" : ended.state;
-  document.body.dataset.state = ended.state;
+  const draining = link.state === "live" && tick?.draining;
+  say(pill, draining ? "draining" : STATE_WORDS[link.state]);
+  pill.dataset.state = draining ? "draining" : link.state;
+  document.body.dataset.state = link.state;
   if (stats && tick) {
     say("about", `${stats.version} · up ${span(tick.uptime_s)} · ${stats.socket}`);
   }
@@ -200,7 +201,7 @@ function drawTiles() {
   const pool = pools.get(poolName);
   if (!now || !pool) return;
   const used = 1 - now.free / now.usable;
-  const gone = ended.state === "live" ? "" : `(${STATE_WORDS[ended.state]}) `;
+  const gone = link.state === "live" ? "" : `(${STATE_WORDS[link.state]}) `;
   document.title = `${gone}${Math.round(100 * used)} % · kvslot`;
   say("t-used", percent(100 * used));
   say("t-used-sub", `${count(now.usable - now.free)} of ${count(now.usable)} slots`);
@@ -252,11 +253,11 @@ function note(name, kind = "", text = "") {
 }
 
 function drawNotes() {
-  if (ended.state === "gone") {
-    note("gone", "bad", `The daemon is gone since ${clock(ended.since)}: ${ended.reason}. Trying again; what is shown is of before.`);
-  } else if (ended.state === "refused") note("gone", "bad", `The daemon refuses: ${ended.reason}.`);
+  if (link.state === "gone") {
+    note("gone", "bad", `The daemon is gone since ${clock(link.since)}: ${link.reason}. Trying again; what is shown is of before.`);
+  } else if (link.state === "refused") note("gone", "bad", `The daemon refuses: ${link.reason}.`);
   else note("gone");
-  const draining = ended.state === "live" && tick?.draining;
+  const draining = link.state === "live" && tick?.draining;
   note("draining", "warm", draining ? "Draining: no new sessions and sequences are taken; the daemon ends when what runs has ended." : "");
   const wrong = healthy?.ok === false ? healthy.checks.filter((each) => !each.ok) : [];
   note("health", "bad", wrong.map((each) => `${each.name}: ${each.reason}`).join(" · "));
@@ -325,7 +326,7 @@ function loop(every, ask) {
     for (;;) {
       const began = performance.now();
       again = false;
-      if (!document.hidden && ended.state === "live" && poolName) {
+      if (!document.hidden && link.state === "live" && poolName) {
         try {
           await ask();
         } catch (error) {
@@ -358,7 +359,15 @@ const loops = {
   }),
   sessions: loop(2000, async () => {
     if (holders.tab === "sessions" || !sessions.length) {
-      sessions = (await feed.json(of("v1/sessions"))).items;
+      const pool = poolName;
+      const found = [];
+      for (let cursor = ""; found.length < SESSIONS_MOST; ) {
+        const page = await feed.json(of("v1/sessions", cursor && `&cursor=${cursor}`));
+        found.push(...page.items);
+        if (!(cursor = page.next)) break;
+      }
+      if (pool !== poolName) return;
+      sessions = found;
       if (holders.tab === "sessions") drawHolders();
       draw();
     }
@@ -717,4 +726,5 @@ document.addEventListener("visibilitychange", () => {
 
 themed();
 feed.follow(KEPT);
+byId("stuck").hidden = true;
 globalThis.kvslot = Object.freeze({ map, feed, pools, daemon, charts }); // to be looked at from the console

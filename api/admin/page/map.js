@@ -306,8 +306,7 @@ export class PoolMap {
 
   fit() {
     this.#zoom = 1;
-    this.#x = this.#y = 0;
-    this.#want();
+    this.#look(0, 0);
   }
 
   // Around a place in device pixels, or the cursor, or the middle.
@@ -326,6 +325,7 @@ export class PoolMap {
     const { width, height } = this.#base;
     this.#x = Math.min(Math.max(x, 0), Math.max(0, this.#columns - width / size));
     this.#y = Math.min(Math.max(y, 0), Math.max(0, this.#rows - height / size));
+    this.#place.style.touchAction = this.#zoom > 1 ? "none" : ""; // a finger scrolls the page, or what is zoomed into
     this.#want();
   }
 

@@ -1,4 +1,5 @@
-// Before anything is drawn: light or dark, where somebody chose it here; else as the system has it.
+// Before anything is drawn: light or dark, where somebody chose it here; else as the system has it. And a word for
+// browsers that do not run the page: it is written in the language of browsers since 2024.
 "use strict";
 (() => {
   try {
@@ -7,4 +8,7 @@
   } catch {
     // Storage may be shut; then the system decides.
   }
+  setTimeout(() => {
+    if (!("kvslot" in globalThis)) document.getElementById("stuck").hidden = false;
+  }, 5000);
 })();
