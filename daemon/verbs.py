@@ -619,6 +619,8 @@ def unpin(server: Server, connection: Connection, m: messages.Unpin, now: float)
 def withdraw(server: Server, connection: Connection, m: messages.Withdraw, now: float) -> messages.Reply:
     """Gives a ticket up."""
     member = member_of(connection)
+    if not m.ticket:
+        return messages.Done(m.id)  # that of a Later which gave no place in line
     member.hosted.core.withdraw(member.session, m.ticket)
     for kind in ("ready", "published", "abandoned"):
         connection.unpush((kind, m.ticket))

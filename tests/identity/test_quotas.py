@@ -149,6 +149,7 @@ def test_requests_a_second(daemon: Running) -> None:
             "rate", "requests_per_second", 3, 0,
         )  # fmt: skip
         assert 0 < later.retry_after_ms <= 334
+        assert isinstance(wire.call(messages.Withdraw, later.ticket), messages.Done)
         busy = wire.call(messages.Probe, root, tokens(4))
         while isinstance(busy, messages.Probed):
             busy = wire.call(messages.Probe, root, tokens(4))
