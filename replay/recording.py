@@ -100,6 +100,15 @@ class Forest:
         # What was split off keeps whom it had; of the rest this request is the first.
         return at >> 2, first, last
 
+    def recount(self) -> int:
+        """`bytes`, counted from nothing."""
+        found, stack = 0, list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            found += len(node.label) + NODE_BYTES if node.parent is not None else 0
+        return found
+
     def _add(self, node: Node, label: bytes, request: int) -> None:
         node.children[label[:4]] = Node(label, node, request)
         self.bytes += len(label) + NODE_BYTES

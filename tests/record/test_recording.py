@@ -251,6 +251,55 @@ def test_conversations_become_sessions() -> None:
     assert [(line.session, line.turn) for line in teller.lines] == [(0, 0), (0, 1), (1, 0), (2, 0)]
 
 
+def test_of_several_parents_the_latest_that_had_ended_is_named() -> None:
+    """Where requests had the same prompt and answer, the next one's parent is the latest whose answer was there."""
+    teller = Teller()
+    prompt, answer = [1, 2, 3], [7, 8, 9]
+    for number, at in ((1, 1.0), (2, 2.0)):
+        teller.tell(
+            [begun(number, at, prompt), noted("told", number, 0.0, 3, answer), noted("ended", number, at, 6)]
+        )
+    teller.tell(
+        [
+            begun(3, 3.0, [1, 2, 3, 7, 5]),  # parts from both in the middle of the answer
+            noted("ended", 3, 3.5, 5),
+            begun(4, 4.0, prompt),  # answers the same, but has not ended when the next comes
+            noted("told", 4, 0.0, 3, answer),
+            begun(5, 5.0, [*prompt, *answer, 4]),
+            noted("ended", 5, 6.0, 7),
+            noted("ended", 4, 7.0, 6),
+            begun(6, 8.0, [*prompt, *answer, 6]),
+            noted("ended", 6, 9.0, 7),
+        ],
+        floor=9.0,
+    )
+    assert [(line.keep, line.parent) for line in teller.lines] == [
+        (0, -1),
+        (6, 0),
+        (4, 1),
+        (6, 1),
+        (6, 0),
+        (6, 4),
+    ]
+
+
+def test_what_is_cut_is_not_known_even_if_nothing_follows() -> None:
+    """Rolled back, and longer at its end by tokens that were never told: what was there before counts no more."""
+    teller = Teller()
+    teller.tell(
+        [
+            begun(1, 1.0, [1, 2]),
+            noted("told", 1, 0.0, 2, [3, 4]),
+            noted("cut", 1, 0.0, 3),
+            noted("ended", 1, 2.0, 6),
+            begun(2, 3.0, [1, 2, 3, 4]),
+            noted("ended", 2, 4.0, 4),
+        ],
+        floor=9.0,
+    )
+    assert [_short(line) for line in teller.lines] == [(0, 2, 4), (3, 4, 0)]
+
+
 def test_forks_begin_with_what_they_share() -> None:
     """A fork is a request of its own, whose prompt is the part that it shares; one of an unknown parent is not."""
     teller = Teller()
@@ -310,6 +359,7 @@ def test_samples_of_one_prompt_are_requests_of_their_own() -> None:
     teller.tell([begun(1, 1.0, [1, 2, 3]), fork(1, 2, 1.1, 3), fork(1, 3, 1.1, 3)])
     for number, first in ((1, 10), (2, 20), (3, 30)):
         teller.tell([noted("told", number, 0.0, 3, [first, 5])])
+    teller.tell([fork(1, 4, 1.5, 3), noted("ended", 4, 1.6, 3)])  # thought better of
     teller.tell([noted("ended", each, 2.0, 5) for each in (2, 1, 3)], floor=9.0)
     assert rebuilt(teller) == [[1, 2, 3, 10, 5], [1, 2, 3, 20, 5], [1, 2, 3, 30, 5]]
 
@@ -384,7 +434,7 @@ def test_a_forest_forgets_what_was_used_longest_ago() -> None:
         assert kept == (200 if request else 0)
         assert (first, last) == ((0, request - 1) if request else (-1, -1))
         seen.append(tokens)
-        assert forest.bytes <= 60_000
+        assert forest.bytes == forest.recount() <= 60_000
     assert forest.forgotten_tokens > 0
     assert forest.place(1, packed(seen[-1]), 300)[0] == 250
     assert forest.place(1, packed(seen[0]), 301)[0] == 200  # its own part is gone
