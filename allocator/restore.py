@@ -19,7 +19,7 @@ token is missing its stretch ends, and all that stood behind it is set aside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +38,8 @@ Slots = npt.NDArray[np.int32]
 PIECES = 64  # extents of one range that is set aside: what is released in one go
 
 NO_SPACE = -1
+
+TOLD_EACH = 8192  # nodes, some fifty milliseconds
 
 
 class Stretches(NamedTuple):
@@ -77,20 +79,22 @@ def restore(
     spaces: Mapping[int, Space],
     holders: Mapping[int, Slots],
     groups: list[list[int]],
+    progress: Callable[[int, int], None] | None = None,
 ) -> Restored:
     """Fills a new pool; the ledger's journal and recorder are not told, and are to be hooked in afterwards.
 
     `free`: slots that may be handed out.  `holders`: who may still use slots, with those that only they may; what
     else is neither free nor cached is set aside for all of them together.  `groups`: holders of one engine each, whose
     slots come back when all of them are gone.  Who of all these is gone already is for the caller to say (`gone`), and
-    `sweep` then gives back what they had, as it does with that of others.
+    `sweep` then gives back what they had, as it does with that of others.  `progress` is told of nodes made, of all,
+    now and then.
     """
     if pool.sessions or pool.roots or pool.tree.nodes:
         raise OutOfTurn("only a new pool can be filled with what an earlier one held")
     assert pool.ledger.journal is None
     assert pool.ledger.recorder is None
     roots = {number: pool.open_space(space) for number, space in spaces.items()}
-    leaves, cached = _plant(pool, stretches, roots)
+    leaves, cached = _plant(pool, stretches, roots, progress)
     aside = ~free & ~cached
     aside[: pool.padding] = False
     counts = pool.ledger.counts
@@ -132,7 +136,10 @@ def restore(
 
 
 def _plant(
-    pool: Pool, stretches: Stretches, roots: Mapping[int, int]
+    pool: Pool,
+    stretches: Stretches,
+    roots: Mapping[int, int],
+    progress: Callable[[int, int], None] | None,
 ) -> tuple[list[int], npt.NDArray[np.bool_]]:
     """Makes the nodes, each held once if it is a leaf; returns those, and which slots are cached."""
     tree, unit = pool.tree, pool.unit
@@ -167,6 +174,8 @@ def _plant(
     kept: list[int] = []  # places of nodes that were planted
     node = priority = 0
     for index in range(len(places) - 1):
+        if progress is not None and not index % TOLD_EACH:
+            progress(index, len(places) - 1)
         at, end = places[index], places[index + 1]
         row = row_of.get(at)
         if row is not None:

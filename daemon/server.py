@@ -1201,7 +1201,7 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
             log.error("cannot_start", reason=str(error))
             return 3
         try:
-            warm = Warm(service.store)
+            warm = Warm(service.store, service.starting)
             chunk = settings.compaction_chunk_bytes
             found = {each.name: _find(warm, each) for each in settings.pools}
             config.check_memory(

@@ -38,7 +38,12 @@ class Takeover(NamedTuple):
     gone: list[Session]
 
 
-def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) -> Takeover:
+def take_over(
+    columns: Columns,
+    pool: Pool,
+    lives: Callable[[Session], bool],
+    progress: Callable[[int, int], None] | None = None,
+) -> Takeover:
     """Fills a new pool with what its journal says, and has the journal go on.
 
     `lives`: whether a session's process may still be there; False is proof that it is not.
@@ -60,7 +65,7 @@ def take_over(columns: Columns, pool: Pool, lives: Callable[[Session], bool]) ->
     engines = [
         [each for each in members if each in holders] for members in groups.values() if len(members) > 1
     ]
-    restored = restore(pool, found.free, found.stretches, found.spaces, holders, engines)
+    restored = restore(pool, found.free, found.stretches, found.spaces, holders, engines, progress)
     for number, session in restored.sessions.items():
         session.mark = number
         if number not in alive:

@@ -35,6 +35,8 @@ from kvslot.daemon.journal.writer import Session, Writer
 from kvslot.daemon.membership import Member, Peer, birth_of, ended
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvslot.allocator import PoolConfig
     from kvslot.allocator import Session as Core
     from kvslot.daemon.layout import Layout
@@ -114,8 +116,10 @@ class Journaled:
 class Warm:
     """The pools that came back, and where those that are served are kept."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, starting: Callable[[str], None] | None = None) -> None:
+        """`starting` is told what the start is at, now and then."""
         self.store = store
+        self._starting = starting
         self.enabled = store.available
         self.boot = secrets.randbits(62) + 1
         """The token of this one."""
@@ -211,6 +215,11 @@ class Warm:
         else:
             journal = kept.journal
         began = time.perf_counter()
+
+        def progress(done: int, total: int) -> None:
+            if self._starting is not None:
+                self._starting(f"taking over pool {name}: {100 * done // total} %")
+
         buffer = memoryview(memory.mapped(journal))
         columns = Columns(buffer, core.slots)
         pool = hosted.device.descriptor
@@ -234,7 +243,7 @@ class Warm:
         collects = gc.isenabled()
         gc.disable()
         try:
-            takeover = take_over(columns, core, self._lives)
+            takeover = take_over(columns, core, self._lives, progress)
         except Exception:
             # A fault of ours, which the next process would meet again, and so on for ever: that one begins empty.
             self._give_up(_key(name))
