@@ -240,6 +240,8 @@ class Store:
         """By name, in the order of their numbers.  Who takes some removes them here; `close` closes the others."""
         self.capacity = capacity
         self._notifier = notifier
+        self._kept = {name: len(found) for name, found in self.inherited.items()}
+        self._count = sum(self._kept.values())
 
     @classmethod
     def take(cls, notifier: Notifier, environ: MutableMapping[str, str] | None = None) -> Store:
@@ -276,15 +278,21 @@ class Store:
 
         What the manager has already, under whatever name, it does not take twice.  `poll`: it lets go of the
         descriptor by itself once that shows a hang-up or an error; only for those that can (sockets, pipes, pidfds).
+        Beyond its capacity the manager would drop what comes, and not say so: what is kept is counted here.
         """
         _check_name(name)
-        if not self.available:
+        if not self.available or self._count >= self.capacity:
             return False
-        return self._notifier.post(f"FDSTORE=1\nFDNAME={name}" + ("" if poll else "\nFDPOLL=0"), descriptor)
+        if not self._notifier.post(f"FDSTORE=1\nFDNAME={name}" + ("" if poll else "\nFDPOLL=0"), descriptor):
+            return False
+        self._count += 1
+        self._kept[name] = self._kept.get(name, 0) + 1
+        return True
 
     def forget(self, name: str) -> bool:
         """Has the manager let go of all that it keeps under a name; false where it cannot be told."""
         _check_name(name)
+        self._count -= self._kept.pop(name, 0)
         return self.available and self._notifier.post(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
     def pop(self, name: str) -> list[int]:

@@ -247,6 +247,10 @@ def test_what_is_kept_and_forgotten(manager: Manager, notifier: Notifier) -> Non
     assert store.forget("pool.chat")
     assert manager.says() == "FDSTOREREMOVE=1\nFDNAME=pool.chat"
     assert not Store(notifier, capacity=0).keep("pool", 0), "a manager that says it keeps none is not asked"
+    full = Store(notifier, {"page": [0]}, capacity=3)
+    assert [full.keep("pool", 0) for _ in range(3)] == [True, True, False]
+    assert full.forget("pool")
+    assert [full.keep("pool", 0) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "a\nb", "ü", "x" * (NAME_BYTES + 1)])

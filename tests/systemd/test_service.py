@@ -369,7 +369,12 @@ def test_several_doors_and_one_for_the_admin_api(folder: Path) -> None:
 
 def test_S71_S59_ready_means_that_it_accepts_and_its_door_is_its_own(folder: Path) -> None:
     """Whoever connects when READY is heard is served; a second daemon that is passed the same path ends with 3."""
-    with supervised(folder, passed=False) as first, ExitStack() as stack:
+    # Listening takes a while, so that a READY before it would be found out.
+    slow = (
+        "import time; from kvslot.daemon.endpoint import Endpoint; real = Endpoint.listen\n"
+        "Endpoint.listen = lambda *all: (time.sleep(0.3), real(*all))[1]"
+    )
+    with supervised(folder, first=slow, passed=False) as first, ExitStack() as stack:
         served: list[Wire] = []
 
         def at_once() -> None:
