@@ -1,12 +1,13 @@
-"""The storms of test_storms.py at full size, against a live daemon.
+"""The storms of test_storms.py at full size, against a live daemon, and a real Prometheus where one is installed.
 
-python -I tests/metrics --sessions 10000 --answers 100000
+python -I tests/metrics --sessions 10000 --answers 100000 --seconds 15
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -21,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="metrics", description=__doc__)
     parser.add_argument("--sessions", type=int, default=10_000, help="that come and go (default %(default)s)")
     parser.add_argument("--answers", type=int, default=100_000, help="of each kind (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="that Prometheus scrapes (default %(default)s)"
+    )
     options = parser.parse_args(arguments)
     storms = importlib.import_module("tests.metrics.test_storms")
     took = storms.names(options.sessions)
@@ -31,6 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{options.answers} waits and as many errors: {storms.LINES_MOST} lines each at the most, all counted"
     )
+    if shutil.which("prometheus") is None:
+        print("prometheus is not installed (Debian: apt-get install prometheus)")
+    else:
+        print(importlib.import_module("tests.metrics.prometheus").watch(options.seconds))
     return 0
 
 
