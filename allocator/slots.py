@@ -71,7 +71,7 @@ class Ledger:
         self.slots = slots
         self.counts = [slots - padding, 0, 0, 0, 0, 0, 0, padding]
         self.journal: Journal | None = None
-        self.journal_all: JournalAll | None = None  # the same for many stretches at once, where there is such a one
+        self.journal_all: JournalAll | None = None  # the same for many stretches at once
         self.recorder: Recorder | None = None
         self.holder = 0  # whose the slots are that turn from free to private: the `mark` of their session
 

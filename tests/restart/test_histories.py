@@ -21,9 +21,9 @@ CONFIGS = {
 def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) -> None:
     """Whatever store was the last, what is cached afterwards is what its slots hold, and nobody's slots are free."""
     history = History(seed, CONFIGS[kind])
-    for number in range(90):
+    for number in range(60):
         history.act()
-        if number % 30 == 29:
+        if number % 20 == 19:
             history.die()
     assert history.restored == history.cached > 0
 
