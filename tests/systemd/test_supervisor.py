@@ -74,7 +74,7 @@ readable, writable = os.pipe()
 store.keep("polled", readable, poll=True)
 store.keep("unpolled", os.dup(os.pipe()[0]))
 for index in range(5):
-    store.keep("more", os.memfd_create(str(index)))
+    notifier.post("FDSTORE=1\\nFDNAME=more", os.memfd_create(str(index)))
 on(signal.SIGUSR1, lambda: os.close(writable))
 """
     with service(code + SERVE, store_max=4) as manager:
