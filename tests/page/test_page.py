@@ -221,6 +221,43 @@ def test_a_million_blocks_are_drawn_where_they_lie(opened: Opener, address: str)
     assert tab.run("kvslot.map.cell(999999)") == {"state": "quarantined", "used": 16}
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("count(0)", "0"),
+        ("count(7)", "7"),
+        ("count(9999)", "9 999"),
+        ("count(10000)", "10.0 k"),
+        ("count(123456)", "123 k"),
+        ("count(999400)", "999 k"),
+        ("count(999999)", "1.0 M"),
+        ("count(16777216)", "16.8 M"),
+        ("count(NaN)", "–"),
+        ("percent(0)", "0 %"),
+        ("percent(3.14159)", "3.1 %"),
+        ("percent(99.96)", "100 %"),
+        ("percent(100)", "100 %"),
+        ("micros(0)", "–"),
+        ("micros(4.25)", "4.3 µs"),
+        ("micros(999)", "999 µs"),
+        ("micros(8388)", "8.4 ms"),
+        ("micros(67108)", "67 ms"),
+        ("micros(2500000)", "2.5 s"),
+        ("span(9.96)", "10.0 s"),
+        ("span(59)", "59 s"),
+        ("span(3725)", "1 h 2 min"),
+        ("span(90000)", "1 d 1 h"),
+        ("bytes(1023)", "1023 B"),
+        ("bytes(1536)", "1.5 KiB"),
+        ("bytes(150 * 1024 ** 3)", "150 GiB"),
+    ],
+)
+def test_numbers_are_short(shown: Tab, call: str, text: str) -> None:
+    """A number has three or four digits and its unit, and no more."""
+    found = shown.run(f"import('/page/format.js').then(each => each.{call})")
+    assert found.replace("\u202f", " ") == text
+
+
 def test_who_holds_what(daemon: Running, shown: Tab) -> None:
     """Sessions show by the names that they gave themselves, as text and nothing else; tabs show the other holders."""
     rows = "[...document.querySelectorAll('#table-holders tbody tr')].map(each => each.innerText)"

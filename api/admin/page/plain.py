@@ -32,7 +32,8 @@ class Bar(NamedTuple):
     percent: float
 
 
-Cell = str | int | float | Bar
+Cell = str | int | float | Bar | None
+"""None: a number that nobody knows."""
 
 
 def _cell(value: Cell) -> str:
@@ -43,6 +44,8 @@ def _cell(value: Cell) -> str:
             return f"<td>{escape(value)}</td>"
         case int():
             return f'<td class="number">{grouped(value)}</td>'
+        case None:
+            return '<td class="number">–</td>'
         case float():
             return f'<td class="number">{value:,.1f}</td>'.replace(",", "\u202f")
 
@@ -185,9 +188,7 @@ async def _latency(source: Source) -> str:
                 each.verb,
                 each.count,
                 each.refused,
-                whole.mean_us if whole else 0.0,
-                whole.p50_us if whole else 0.0,
-                whole.p99_us if whole else 0.0,
+                *((whole.mean_us, whole.p50_us, whole.p99_us) if whole and each.sampled else (None,) * 3),
             )
         )
     heads = ("verb", "answered", "refused", "mean µs", "half below µs", "99 of 100 below µs")
