@@ -23,7 +23,7 @@ TOKEN = "scraper-0123456789abcdef0123456789abcdef"
 START_SECONDS = 60.0
 QUIET = {
     "kvslot_compaction_collisions_total", "kvslot_requests_refused_total", "kvslot_pool_later_total",
-    "kvslot_pushes_total", "kvslot_compaction_moves_total", "kvslot_log_events_total",
+    "kvslot_pushes_total", "kvslot_compaction_moves_total", "kvslot_log_events_total", "kvslot_tenant_",
 }  # fmt: skip
 """Queries of these may be empty, or divide by nothing, in a short time of random load."""
 
