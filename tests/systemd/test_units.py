@@ -22,7 +22,7 @@ from kvslot.daemon.notify import NAME_BYTES, STORED_MAX
 from kvslot.daemon.server import DESCRIPTORS_EACH
 from kvslot.daemon.service import STOP_SECONDS
 from kvslot.systemd import DROP_INS, FILES, PROGRAM, drop_in, text
-from kvslot.systemd.__main__ import main
+from kvslot.systemd.install import main
 
 from ..household.tree import ROOT
 from ..tools.wire import Wire
