@@ -182,7 +182,7 @@ class Views:
         items: list[views.Block] = []
         step = max(1, 8192 // size)
         while cursor < stop:
-            end = min(cursor + step, stop, cursor + 512)
+            end = min(cursor + step, stop, cursor + 128)
             states = np.frombuffer(hosted.states[cursor * size : end * size], dtype=np.uint8)
             table = states.reshape(-1, size)
             sums = [np.count_nonzero(table == state, axis=1).tolist() for state in range(8)]
@@ -375,8 +375,12 @@ def _gap(row: Mapping[str, Any], compactor: Compactor) -> views.Gap:
 
 # -- prefixes ---------------------------------------------------------------------------------------------------------
 
-CHUNK: Final = 16384
+CHUNK: Final = 8192
 """Node numbers looked through at a time."""
+NODE_BITS: Final = 31
+NODE_MOST: Final = (1 << NODE_BITS) - 1
+FIGURE_MOST: Final = (1 << 31) - 1
+"""Figures beyond are one to the order."""
 WALK: Final = 4096
 """Nodes up to a root that are followed to find a prefix's namespace."""
 
@@ -389,47 +393,39 @@ async def prefixes(hosted: HostedPool, order: str, cursor: str, limit: int) -> v
     """
     core = hosted.core
     tree = core.tree
-    after: tuple[int, int] | None = None
+    after = 1 << 62
     if cursor:
         figure, _, number = cursor.partition("-")
-        after = int(figure), int(number)
-    best: list[tuple[int, int]] = []  # (-figure, node), the first `limit` of what has been looked at
-    start, more = 0, False
-    while start < len(tree.keys):
+        after = min(int(figure), FIGURE_MOST) << NODE_BITS | max(0, NODE_MOST - int(number))
+    best: list[
+        int
+    ] = []  # of what has been looked at, the first `limit` and one more, as figure and number in one
+    for start in range(0, len(tree.keys), CHUNK):
         stop = min(start + CHUNK, len(tree.keys))
         live = np.frombuffer(tree.parent[start:stop], dtype=np.int32).nonzero()[0]
-        if len(live):
-            if order == "age":
-                figures = core.tick - np.frombuffer(tree.tick[start:stop], dtype=np.int64)[live]
-            elif order == "hits":
-                figures = np.frombuffer(tree.hits[start:stop], dtype=np.int64)[live]
-            else:
-                figures = np.frombuffer(tree.length[start:stop], dtype=np.int32)[live].astype(np.int64)
-            nodes = live + start
-            if after is not None:
-                behind = (figures < after[0]) | ((figures == after[0]) & (nodes > after[1]))
-                figures, nodes = figures[behind], nodes[behind]
-            if len(nodes) > limit + 1:
-                keep = np.argpartition(-figures, limit)[: limit + 1]
-                edge = figures[keep].min()
-                keep = (figures > edge).nonzero()[0]
-                equal = (figures == edge).nonzero()[0][: limit + 1 - len(keep)]
-                keep = np.concatenate((keep, equal))
-                figures, nodes = figures[keep], nodes[keep]
-            best += zip((-figures).tolist(), nodes.tolist(), strict=True)
-            best.sort()
-            del best[limit + 1 :]
-        start = stop
+        if order == "age":
+            figures = core.tick - np.frombuffer(tree.tick[start:stop], dtype=np.int64)[live]
+        elif order == "hits":
+            figures = np.frombuffer(tree.hits[start:stop], dtype=np.int64)[live]
+        else:
+            figures = np.frombuffer(tree.length[start:stop], dtype=np.int32)[live].astype(np.int64)
+        keys = np.minimum(figures, FIGURE_MOST) << NODE_BITS | (NODE_MOST - start - live)
+        keys = keys[keys < after]
+        if len(keys) > limit + 1:
+            keys = np.partition(keys, len(keys) - limit - 1)[-limit - 1 :]
+        best = sorted([*best, *keys.tolist()], reverse=True)[: limit + 1]
         await asyncio.sleep(0)
-    more = len(best) > limit
     items = []
-    for index, (_, node) in enumerate(best[:limit]):
+    for index, key in enumerate(best[:limit]):
         if not index % 16:
             await asyncio.sleep(0)
+        node = NODE_MOST - (key & NODE_MOST)
         if node < len(tree.keys) and tree.parent[node]:
             items.append(_prefix(hosted, node))
-    last = best[limit - 1] if more else None
-    return views.Page(items=items, next=f"{-last[0]}-{last[1]}" if last else None)
+    if len(best) <= limit:
+        return views.Page(items=items)
+    last = best[limit - 1]
+    return views.Page(items=items, next=f"{last >> NODE_BITS}-{NODE_MOST - (last & NODE_MOST)}")
 
 
 def _prefix(hosted: HostedPool, node: int) -> views.Prefix:

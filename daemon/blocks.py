@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 STATES: Final = 8
 CHUNK_SLOTS: Final = 1 << 14
 """Looked at in one go: a tenth of a millisecond where something has changed."""
+NEVER: Final = -1
+"""Version of a chunk that has not been looked at."""
+COPIED: Final = 1 << 16
+"""Bytes in one go."""
 KEPT_SECONDS: Final = 60.0
 SLICE_NS: Final = 100_000
 PAUSE_SECONDS: Final = 0.0005
@@ -48,13 +52,12 @@ class _Map:
         self.size = hosted.core.block_size
         self.blocks = hosted.core.config.blocks
         self.step = max(1, CHUNK_SLOTS // self.size)  # blocks of a chunk
-        self.states: Bytes = np.full(self.blocks * self.size, 255, dtype=np.uint8)  # as last looked at
-        self.cells: Bytes = np.full((self.blocks, 2), 255, dtype=np.uint8)  # of no block: all change at first
-        self.versions: list[int] = [0] * -(-self.blocks // self.step)
+        # As last looked at; what has never been is nobody knows what.  Memory is taken as it is written, so in slices.
+        self.states: Bytes = np.empty(self.blocks * self.size, dtype=np.uint8)
+        self.cells: Bytes = np.empty((self.blocks, 2), dtype=np.uint8)
+        self.versions = [NEVER] * -(-self.blocks // self.step)
         self.base = np.arange(self.step, dtype=np.int32)[:, None] * STATES
-        self.fills = np.array(
-            [-(-(self.size - free) * 255 // self.size) for free in range(self.size + 1)], np.uint8
-        )
+        self.fills = (-(-(self.size - np.arange(self.size + 1)) * 255 // self.size)).astype(np.uint8)
         self.at = 0  # the chunk to be looked at next
         self.made = False  # all have been looked at
         self.asked = now
@@ -67,7 +70,8 @@ class _Map:
         last = min(first + self.step, self.blocks)
         fresh = np.frombuffer(now[first * self.size : last * self.size], dtype=np.uint8)
         kept = self.states[first * self.size : last * self.size]
-        if np.array_equal(fresh, kept):
+        never = self.versions[chunk] == NEVER
+        if not never and np.array_equal(fresh, kept):
             return False
         kept[:] = fresh
         blocks = last - first
@@ -78,7 +82,7 @@ class _Map:
         # Of what is not free, most: a block with one private slot is no free block to look at.
         counts[:, 0] = 0
         cells[:, 0] = counts.argmax(axis=1)
-        if np.array_equal(cells, self.cells[first:last]):
+        if not never and np.array_equal(cells, self.cells[first:last]):
             return False
         self.cells[first:last] = cells
         self.versions[chunk] = version
@@ -142,21 +146,38 @@ class BlockMaps:
         if changed:
             self._sequence = max(self._sequence, version)
 
-    async def _all(self, found: _Map) -> bytes:
-        return found.cells.tobytes()
+    async def _all(self, found: _Map) -> memoryview:
+        data = np.empty(2 * found.blocks, dtype=np.uint8)
+        await _copy(found.cells, data, 0)
+        return data.data
 
-    async def _changes(self, found: _Map, since: int) -> bytes:
+    async def _changes(self, found: _Map, since: int) -> memoryview:
         """Stretches: first block and length, u32 little endian each, then two bytes a block."""
-        parts: list[bytes] = []
-        chunks = [index for index, version in enumerate(found.versions) if version > since]
-        start = 0
-        while start < len(chunks):
-            stop = start + 1
-            while stop < len(chunks) and chunks[stop] == chunks[stop - 1] + 1:
-                stop += 1
-            first = chunks[start] * found.step
-            last = min((chunks[stop - 1] + 1) * found.step, found.blocks)
-            parts.append(np.array([(first, last - first)], dtype=HEAD).tobytes())
-            parts.append(found.cells[first:last].tobytes())
-            start = stop
-        return b"".join(parts)
+        stretches: list[tuple[int, int]] = []  # first block, and behind the last
+        for chunk, version in enumerate(found.versions):
+            if version > since:
+                first = chunk * found.step
+                last = min(first + found.step, found.blocks)
+                if stretches and stretches[-1][1] == first:
+                    first, _ = stretches.pop()
+                stretches.append((first, last))
+        size = sum(HEAD.itemsize + 2 * (last - first) for first, last in stretches)
+        data = np.empty(size, dtype=np.uint8)
+        at = 0
+        for first, last in stretches:
+            head = np.array([(first, last - first)], dtype=HEAD).view(np.uint8)
+            data[at : at + HEAD.itemsize] = head
+            at = await _copy(found.cells[first:last], data, at + HEAD.itemsize)
+        return data.data
+
+
+async def _copy(cells: Bytes, data: Bytes, at: int) -> int:
+    """Copies cells to `data` from `at` on, in slices; where it ended."""
+    source = cells.reshape(-1)
+    for start in range(0, len(source), COPIED):
+        piece = source[start : start + COPIED]
+        data[at : at + len(piece)] = piece
+        at += len(piece)
+        if len(piece) == COPIED:
+            await asyncio.sleep(0)
+    return at

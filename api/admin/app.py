@@ -31,10 +31,12 @@ STREAMS_MOST: Final = 8
 """Of /v1/events at a time: each costs an encoding of nothing and a write a second, and keeps its connection."""
 FRAMES: Final = 128
 """Events sent in one go."""
+PIECE: Final = 1 << 17
+"""Bytes of a map sent in one go."""
 LIMIT_MOST: Final = 256
 """Rows of a page, as the daemon's own pages."""
-BLOCKS_MOST: Final = 4096
-"""Blocks of a page: half a megabyte of JSON would take too long in one piece."""
+BLOCKS_MOST: Final = 1024
+"""Blocks of a page: more JSON would take too long in one piece."""
 
 OCTETS: Final = "application/octet-stream"
 JSON: Final = "application/json"
@@ -164,9 +166,9 @@ async def _frag(admin: Admin, call: Call) -> Any:
 async def _blocks(admin: Admin, call: Call) -> Any:
     since = int(call.query.get("since", -1))
     if since >= 0 or _wants_octets(call.request):
-        return _octets(await admin.source.block_map(call.pool, since))
+        return await _octets(call.request, await admin.source.block_map(call.pool, since))
     return await admin.source.blocks(
-        call.pool, int(call.query.get("cursor", 0)), int(call.query.get("limit", 1024))
+        call.pool, int(call.query.get("cursor", 0)), int(call.query.get("limit", BLOCKS_MOST))
     )
 
 
@@ -175,13 +177,14 @@ def _wants_octets(request: web.BaseRequest) -> bool:
     return any(part.partition(";")[0].strip().lower() == OCTETS for part in accept.split(","))
 
 
-def _octets(found: views.BlockMap) -> web.Response:
-    return web.Response(
-        body=found.data,
-        content_type=OCTETS,
+async def _octets(request: web.BaseRequest, found: views.BlockMap) -> web.StreamResponse:
+    """Sent in pieces, so that a map of megabytes holds up nobody."""
+    response = web.StreamResponse(
         headers={
             **HEADERS,
             "Cache-Control": "no-cache",
+            "Content-Type": OCTETS,
+            "Content-Length": str(len(found.data)),
             "ETag": f'"{found.sequence}"',
             "X-Kvslot-Pool": found.pool,
             "X-Kvslot-Blocks": str(found.blocks),
@@ -189,8 +192,15 @@ def _octets(found: views.BlockMap) -> web.Response:
             "X-Kvslot-Sequence": str(found.sequence),
             "X-Kvslot-Whole": "1" if found.whole else "0",
             "Vary": "Accept",
-        },
+        }
     )
+    await response.prepare(request)
+    if request.method != "HEAD":
+        for start in range(0, len(found.data), PIECE):
+            await response.write(found.data[start : start + PIECE])
+            await asyncio.sleep(0)
+    await response.write_eof()
+    return response
 
 
 async def _sessions(admin: Admin, call: Call) -> Any:

@@ -625,7 +625,7 @@ class BlockMap(View, frozen=True, kw_only=True):
     blocks: int
     sequence: int
     whole: bool
-    data: bytes
+    data: memoryview
 
 
 class Source(Protocol):
