@@ -69,12 +69,13 @@ class Reason(StrEnum):
 
     MEMORY = "memory"  # neither free nor evictable memory suffices
     FENCED = "fenced"  # enough is coming free; nothing is evicted for it yet
-    QUOTA = "quota"  # the session's own quota binds
+    QUOTA = "quota"  # the session's own quota binds, or its tenant's
     TURN = "turn"  # older tickets or growth come first
     RUN = "run"  # memory is there but scattered; a window is being cleared
     COMMIT = "commit"  # another sequence is computing the same prefix; Published or Abandoned will be pushed
     PREEMPT_FIRST = "preempt_first"  # this session owes an answer to Preempt
     STALLED = "stalled"  # every other holder is stalled
+    RATE = "rate"  # the tenant asks too often; said by who knows a clock, not here
 
 
 class Later(msgspec.Struct, frozen=True, gc=False):

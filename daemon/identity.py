@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from kvslot.allocator import Reason
 from kvslot.api.wire import Busy, Denied, messages
 from kvslot.daemon.logs import limited
 
@@ -45,8 +46,6 @@ DENIED_SECONDS: Final = 5.0
 """Of one user's refusals of one kind: the first is logged, the next are counted for so long."""
 USERS_MOST: Final = 64
 """Users whose refusals are told apart in the log; all further ones are counted together."""
-RATE: Final = "rate"
-"""Reason of a Later: the tenant's requests a second are used up for now."""
 
 log = structlog.stdlib.get_logger("kvslot.daemon")
 
@@ -227,7 +226,7 @@ class Identity:
             return None
         rate = tenant.rules.requests_per_second
         return messages.Later(
-            m.id, 0, RATE, 0, 0, 0, 0, max(1, round(seconds * 1e3)), [], "requests_per_second", int(rate)
+            m.id, 0, Reason.RATE, 0, 0, 0, 0, max(1, round(seconds * 1e3)), [], "requests_per_second", int(rate)
         )
 
     def check_rate(self, member: Member, root: int, now: float) -> None:
@@ -313,4 +312,4 @@ def _points(name: str) -> str:
     return shown + (" ..." if len(name) > 32 else "")
 
 
-__all__ = ["OTHERS", "RATE", "Identity", "Tenant", "belongs"]
+__all__ = ["OTHERS", "Identity", "Tenant", "belongs"]

@@ -16,7 +16,6 @@ from kvslot.allocator.results import Abandoned, Moved, Preempt, Pressure, Publis
 from kvslot.api.wire import messages
 from kvslot.api.wire.errors import CODES
 from kvslot.daemon import logs
-from kvslot.daemon.identity import RATE
 
 if TYPE_CHECKING:
     from kvslot.daemon.collector import CollectorStatistics
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 PUSHES: Final = (Ready, Published, Abandoned, Pressure, Preempt, Moved, messages.Draining)
 """What a client is told unasked: the core's own, and that the daemon ends."""
-
-REASONS: Final = (*Reason, RATE)
-"""Why a request has to wait: the core's, and a tenant's rate."""
 
 
 class Totals:
@@ -47,7 +43,7 @@ class Totals:
         self.late_s = self.late_max_s = 0.0  # by how much the loop's timer of a second was late
         self.refused: dict[tuple[str, int], int] = {}  # by verb and code
         self.never = dict.fromkeys(pools, 0)
-        self.later: dict[str, dict[str, int]] = {name: dict.fromkeys(REASONS, 0) for name in self.never}
+        self.later: dict[str, dict[str, int]] = {name: dict.fromkeys(Reason, 0) for name in self.never}
         self.pushes: dict[type, int] = dict.fromkeys(PUSHES, 0)
 
     def refuse(self, verb: type, code: int) -> None:
