@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from rich.console import Console, RenderableType
+    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
@@ -614,7 +615,7 @@ def _live(arguments: argparse.Namespace, control: Control) -> int:
         file = stack.enter_context(_file(arguments))
         keyboard = stack.enter_context(Keyboard())
         live = stack.enter_context(Live(console=out, screen=True, auto_refresh=False, transient=True))
-        stack.enter_context(_stoppable(keyboard, live))
+        stops = stack.enter_context(Stops(keyboard, live))
         asked: Any = control
         size = (0, 0)
         try:
@@ -645,7 +646,7 @@ def _live(arguments: argparse.Namespace, control: Control) -> int:
                     if not screen.key(key):
                         return _common.OK
                     due = min(due, time.monotonic() + screen.interval)
-                if drawn or keys or size != (out.width, out.height):
+                if stops.heed() or drawn or keys or size != (out.width, out.height):
                     size = (out.width, out.height)
                     live.update(screen.picture(out, out.height), refresh=True)
                 if arguments.count and shown >= arguments.count:
@@ -666,22 +667,38 @@ def _again(arguments: argparse.Namespace) -> Control | None:
         return None
 
 
-@contextlib.contextmanager
-def _stoppable(keyboard: Keyboard, live: Any) -> Iterator[None]:
-    """^Z gives the terminal back first, and takes it again afterwards."""
+class Stops:
+    """^Z: the terminal is given back first, and taken again afterwards.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        live.stop()
-        keyboard.give_back()
+    The signal only leaves a note: it may come in the middle of a write, and is heeded between two pictures.
+    """
+
+    def __init__(self, keyboard: Keyboard, live: Live) -> None:
+        self._keyboard, self._live = keyboard, live
+        self._asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Stops:
+        self._before = signal.signal(signal.SIGTSTP, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTSTP, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def heed(self) -> bool:
+        """Stops where that was asked for; true when it goes on after that."""
+        if not self._asked:
+            return False
+        self._asked = False
+        self._live.stop()
+        self._keyboard.give_back()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         # Here it goes on.
-        signal.signal(signal.SIGTSTP, stop)
-        keyboard.again()
-        live.start(refresh=True)
-
-    before = signal.signal(signal.SIGTSTP, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTSTP, before)
+        signal.signal(signal.SIGTSTP, self._note)
+        self._keyboard.again()
+        self._live.start(refresh=True)
+        return True

@@ -320,6 +320,7 @@ class Terminal:
             stdout=terminal,
             stderr=terminal,
             env={**environ, "TERM": "xterm-256color", "PYTHONUTF8": "1"},
+            process_group=0,  # a group without a parent in the session would not be stopped by SIGTSTP
         )
         self.text = ""
 
