@@ -107,8 +107,8 @@ class Notifier:
         self.flush(PATIENCE_SECONDS)
 
     def status(self, text: str) -> None:
-        """One line for `systemctl status`; sent when it has changed."""
-        if self._socket is not None and text != self._status and self.flush():
+        """One line for `systemctl status`; sent when it has changed.  Sends what waits in any case."""
+        if self._socket is not None and self.flush() and text != self._status:
             if not self._send(_Message(f"STATUS={_line(text)}".encode(), -1)):
                 self._status = text
 

@@ -124,6 +124,13 @@ def test_a_status_is_one_line_and_said_when_it_changes(manager: Manager, notifie
     assert manager.says() == "STATUS=a pool READY=1 FDSTORE=1"
     notifier.status("a pool\nREADY=1\r\nFDSTORE=1")
     assert manager.silent()
+    while not notifier._queue:
+        notifier.extend(1.0)
+    while not manager.silent():
+        manager.says()
+    notifier.status("a pool\nREADY=1\r\nFDSTORE=1")
+    assert manager.says().startswith("EXTEND"), "what waits is sent, also where the status is as it was"
+    assert manager.silent()
     notifier.status("é" * 10_000 + "\udc80")
     long = manager.says()
     assert 500 < len(long.encode()) < 600
