@@ -651,6 +651,8 @@ def _live(arguments: argparse.Namespace, control: Control) -> int:
                     live.update(screen.picture(out, out.height), refresh=True)
                 if arguments.count and shown >= arguments.count:
                     return _common.OK
+                if stops.ended:
+                    return _common.INTERRUPTED
         except KeyboardInterrupt:
             return _common.OK  # ^C is how one leaves
         finally:
@@ -668,25 +670,31 @@ def _again(arguments: argparse.Namespace) -> Control | None:
 
 
 class Stops:
-    """^Z: the terminal is given back first, and taken again afterwards.
+    """^Z: the terminal is given back first, and taken again afterwards.  SIGTERM and SIGHUP: it is given back.
 
-    The signal only leaves a note: it may come in the middle of a write, and is heeded between two pictures.
+    The signals only leave a note: they may come in the middle of a write, and are heeded between two pictures.
     """
 
     def __init__(self, keyboard: Keyboard, live: Live) -> None:
         self._keyboard, self._live = keyboard, live
         self._asked = False
-        self._before: Any = None
+        self.ended = False
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stops:
-        self._before = signal.signal(signal.SIGTSTP, self._note)
+        for number in (signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTSTP, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
+        if number == signal.SIGTSTP:
+            self._asked = True
+        else:
+            self.ended = True
 
     def heed(self) -> bool:
         """Stops where that was asked for; true when it goes on after that."""

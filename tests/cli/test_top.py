@@ -388,13 +388,16 @@ def test_a_terminal_shows_a_living_picture_and_is_given_back(live: Running) -> N
         terminal.close()
 
 
-def test_interrupted_it_gives_the_terminal_back(live: Running) -> None:
-    """^C is how one leaves: exit code 0, and the terminal as it was."""
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 130), (signal.SIGHUP, 130)]
+)
+def test_interrupted_it_gives_the_terminal_back(live: Running, number: signal.Signals, code: int) -> None:
+    """^C is how one leaves, exit code 0; whoever ends it otherwise finds the terminal as it was, too."""
     terminal = Terminal(live.socket)
     try:
         terminal.until("0 sessions")
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.ends() == 0
+        terminal.process.send_signal(number)
+        assert terminal.ends() == code
         assert termios.tcgetattr(terminal.terminal) == terminal.before
     finally:
         terminal.close()
