@@ -13,7 +13,6 @@ export class Chart {
   #data = null;
   #at = -1; // index that is pointed at, or -1 for now
   #range = [0, 1];
-  #title;
 
   // `kind`: "stack", "lines" or "bars". `scale`: "linear" from zero, or "log". `top`: of the scale, if fixed.
   // `format`: of values, `axis`: of the scale's.
@@ -24,7 +23,6 @@ export class Chart {
     this.least = least;
     this.format = format;
     this.axis = axis;
-    this.#title = title;
     this.#canvas = document.createElement("canvas");
     this.#legend = document.createElement("ul");
     this.#legend.className = "legend";
@@ -32,6 +30,7 @@ export class Chart {
     canvas.tabIndex = 0;
     canvas.setAttribute("role", "slider");
     canvas.setAttribute("aria-label", `${title}, over time`);
+    for (const name of ["min", "max", "now"]) canvas.setAttribute(`aria-value${name}`, "0");
     place.append(canvas, this.#legend);
     this.setSeries(series);
     canvas.addEventListener("pointermove", (event) => this.#point(event));
