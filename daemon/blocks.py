@@ -36,7 +36,7 @@ KEPT_SECONDS: Final = 60.0
 SLICE_NS: Final = 100_000
 PAUSE_SECONDS: Final = 0.0005
 """Between two slices."""
-SHARE: Final = 0.006
+SHARE: Final = 0.004
 LONGEST: Final = 2.0
 """Seconds since the last look that count."""
 HEAD: Final = np.dtype([("start", "<u4"), ("length", "<u4")])
