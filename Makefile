@@ -18,7 +18,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run demo test test-engines test-vllm check format fuzz bench soak soak-engines results clean
+.PHONY: help venv run demo test test-engines test-vllm check format fuzz bench soak soak-engines results manuals clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { gsub(/\$$\(HF\)/, "$(HF)"); gsub(/\$$\(VLLM\)/, "$(VLLM)"); printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ soak-engines: $(HF)/.ready  ## fifty dialogues and 200 kills with real engines, 
 
 results: venv  ## docs/results.md measured anew, about three quarters of an hour (ARGS=--render: only written anew)
 	@$(PY) -Im kvslot.benchmarks.results $(ARGS)
+
+manuals: venv  ## docs/man made anew, after a change of a parser or a setting
+	@$(PY) -I docs/manuals.py
 
 clean:  ## remove .venv, caches and what was built
 	rm -rf $(VENV) $(HF) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
