@@ -1280,7 +1280,9 @@ async def _serve(
 
 def _find(warm: Warm, settings: config.PoolSettings) -> Kept | str:
     layout = config.pool_layout(settings)
-    return warm.find(settings.name, layout, config.pool_config(settings, layout))
+    pool_config = config.pool_config(settings, layout)
+    size = layout.geometry(pool_config.blocks * pool_config.block_size).total_bytes
+    return warm.find(settings.name, layout, pool_config, huge.whole(size, huge.SIZES[settings.huge_pages]))
 
 
 def _host(
@@ -1288,7 +1290,7 @@ def _host(
 ) -> HostedPool:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
-    kept = warm.find(settings.name, layout, pool_config)
+    kept = _find(warm, settings)
     device = MemoryDevice(
         layout.geometry(pool_config.blocks * pool_config.block_size),
         name=settings.name,

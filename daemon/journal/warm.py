@@ -139,11 +139,11 @@ class Warm:
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def find(self, name: str, layout: Layout, config: PoolConfig) -> Kept | str:
-        """The pool of that name, or why there is none like it; asked again, the same."""
+    def find(self, name: str, layout: Layout, config: PoolConfig, size_bytes: int) -> Kept | str:
+        """The pool of that name and size of memory, or why there is none like it; asked again, the same."""
         found = self._found.get(name)
         if found is None:
-            found = self._find(name, layout, config)
+            found = self._find(name, size_bytes)
             if isinstance(found, Kept) and (why := _difference(found.head, layout, config)):
                 os.close(found.pool)
                 os.close(found.journal)
@@ -152,8 +152,7 @@ class Warm:
             self._found[name] = found
         return found
 
-    def _find(self, name: str, layout: Layout, config: PoolConfig) -> Kept | str:
-        size_bytes = layout.size_bytes(config.blocks * config.block_size)
+    def _find(self, name: str, size_bytes: int) -> Kept | str:
         if not self.enabled:
             return "no service manager keeps anything for this process"
         pools, journals = self._kept.pop(_key(name), ([], []))
@@ -225,7 +224,7 @@ class Warm:
         pool = hosted.device.descriptor
         head = Head(
             pool=name, slots=core.slots, block_size=core.block_size, padding=core.padding, unit=core.unit,
-            fingerprint=hosted.layout.fingerprint, scrubs=core.scrubs, size_bytes=hosted.description.size_bytes,
+            fingerprint=hosted.layout.fingerprint, scrubs=core.scrubs, size_bytes=os.fstat(pool).st_size,
             inode=os.fstat(pool).st_ino, generation=hosted.description.generation, boot=self.boot,
         )  # fmt: skip
         core.ledger.journal = core.ledger.journal_all = None

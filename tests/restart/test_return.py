@@ -130,12 +130,14 @@ def test_a_dead_engine_holds_nothing_after_the_next_start() -> None:
             first.kill()
             daemon.manager.kill()
             with Wire(path) as control:
-                assert [row["state"] for row in rows(control, "sessions")] == ["lost"]
+                until(lambda: len(rows(control, "sessions")) == 1, 10.0, "who died before is left")
+                assert rows(control, "sessions")[0]["state"] == "lost"
                 second.kill()
                 until(lambda: not rows(control, "sessions"), 10.0, "a dead one's session is left")
                 until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 10.0, "its slots are set aside")
                 until(lambda: control.call(Evict, 1 << 20).tokens > 0, 10.0, "its leases are left")
-        assert [name for name in daemon.manager.stored if name.startswith("session")] == []
+        manager = daemon.manager
+        manager.wait(lambda: not any(each[0].startswith("session") for each in manager.store))
 
 
 def test_what_the_dead_had_is_wiped_before_it_is_free() -> None:
