@@ -72,12 +72,15 @@ class Journaled:
     def opened(self, member: Member, boot: int) -> None:
         """Before a session is told that it is one: raises LookupError where no more can be written down."""
         group = member.session.group
+        # Nothing is held before the first Allocate or Pin, which say so; but in a group others do that for it.
+        member.holds = group is not None
         if group is not None:
             member.engine = self._hosted.members[group.members[0].handle].engine
         member.session.mark = self.writer.session_opened(
             Session(
                 number=member.number, boot=boot, pid=member.peer.pid, uid=member.peer.uid, gid=member.peer.gid,
-                birth=member.birth, secret=member.secret, name=member.name, group=member.engine, mapped=member.mapped,
+                birth=member.birth, secret=member.secret, name=member.name, group=member.engine,
+                mapped=member.mapped, holds=member.holds,
             )
         )  # fmt: skip
         if member.pidfd >= 0:

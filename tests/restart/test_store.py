@@ -112,6 +112,15 @@ def test_another_process_proves_nothing() -> None:
             assert rows(control, "pools")[0]["quarantined"] == held_by.capacity
 
 
+def test_an_engine_that_never_asked_holds_nothing_up() -> None:
+    """A session that was opened, and perhaps never heard of it, is not waited for after a start."""
+    with kept([{"blocks": 33}]) as daemon, Wire(daemon.socket) as wire:
+        wire.hello("silent")
+        daemon.manager.kill()
+        with Wire(daemon.socket) as control:
+            assert not rows(control, "sessions")
+
+
 def test_an_idle_engine_holds_nothing_up() -> None:
     """The journal says that a session holds nothing, and so nothing has to wait for it after a start."""
     with kept([{"blocks": 33}]) as daemon, Client(str(daemon.socket)) as client:
