@@ -5,6 +5,7 @@ The daemon's patience is cut down to a second for these tests, by what its inter
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvslot.api.admin import guard
-from kvslot.api.admin.guard import Bucket
+from kvslot.api.admin.guard import Bucket, Guarded
 from kvslot.api.wire.messages import Allocate, Ping, Pong
+from kvslot.daemon.admin import AdminService
 
 from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
@@ -309,3 +312,30 @@ def test_clients_that_never_pause_have_a_small_part_of_the_loop(daemon: Running,
         thread.join()
     seconds = time.monotonic() - began
     assert sum(answers) <= guard.REQUEST_BURST + guard.REQUEST_RATE * seconds + 20
+
+
+def test_faults_of_http_connections_do_not_end_the_daemon() -> None:
+    """What the loop tells of such a connection, or of a task of aiohttp's, is noted; by all else the daemon ends."""
+    noted: list[str] = []
+
+    class Service(AdminService):
+        def __init__(self) -> None:
+            pass
+
+        def raised(self, where: str, error: BaseException) -> None:
+            noted.append(where)
+
+    async def run() -> None:
+        service = Service()
+        error = ValueError("x")
+        protocol = object.__new__(Guarded)
+        assert service.caused({"message": "Fatal error", "exception": error, "protocol": protocol})
+        theirs = asyncio.ensure_future(web.Response().prepare(object()))  # type: ignore[arg-type]
+        assert service.caused({"message": "never retrieved", "exception": error, "future": theirs})
+        ours = asyncio.ensure_future(asyncio.sleep(0))
+        assert not service.caused({"message": "never retrieved", "exception": error, "future": ours})
+        assert not service.caused({"message": "Exception in callback", "exception": error})
+        await asyncio.gather(theirs, ours, return_exceptions=True)
+
+    asyncio.run(run())
+    assert noted == ["Fatal error", "never retrieved"]
