@@ -77,7 +77,7 @@ def expected_in_wheel() -> list[str]:
 
 
 def test_the_wheel_holds_what_git_tracks(built: dict[str, Path]) -> None:
-    """The wheel holds every tracked file of every room, data files too, under kvslot/, what is shared, and nothing else."""
+    """The wheel holds every tracked file of every room under kvslot/, what is shared as data, and nothing else."""
     assert names_in(built["wheel"]) == expected_in_wheel()
 
 
