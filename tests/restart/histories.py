@@ -13,7 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from kvslot.allocator import Admitted, Forked, Grown, Life, Pool, PoolConfig, Session, Space, State, audit
+from kvslot.allocator import (
+    Admitted,
+    Forked,
+    Grown,
+    Later,
+    Life,
+    Pool,
+    PoolConfig,
+    Session,
+    Space,
+    State,
+    audit,
+)
 from kvslot.allocator.errors import Refusal
 from kvslot.daemon.journal.columns import HEAD, SESSION_BYTES, SPACE_BYTES, Columns
 from kvslot.daemon.journal.takeover import Takeover, take_over
@@ -155,7 +167,7 @@ class History:
                     if copy.source + i in self.colours:
                         self.paints.append((copy.target + i, self.colours[copy.source + i]))
             self._paint(session, answer.sequence, space, answer.hit)
-        elif hasattr(answer, "ticket"):
+        elif isinstance(answer, Later):
             self.pool.withdraw(session, answer.ticket)
 
     def _paint(self, session: Session, handle: int, space: int, start: int) -> None:
@@ -188,7 +200,7 @@ class History:
             self.prompts[handle] += [self.rng.randrange(3) for _ in range(more)]
             del self.prompts[handle][answer.capacity :]
             self._paint(session, handle, self._space(handle), at)
-        elif hasattr(answer, "ticket"):
+        elif isinstance(answer, Later):
             self.pool.withdraw(session, answer.ticket)
 
     def commit(self) -> None:
