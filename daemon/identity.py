@@ -226,7 +226,17 @@ class Identity:
             return None
         rate = tenant.rules.requests_per_second
         return messages.Later(
-            m.id, 0, Reason.RATE, 0, 0, 0, 0, max(1, round(seconds * 1e3)), [], "requests_per_second", int(rate)
+            m.id,
+            0,
+            Reason.RATE,
+            0,
+            0,
+            0,
+            0,
+            max(1, round(seconds * 1e3)),
+            [],
+            "requests_per_second",
+            int(rate),
         )
 
     def check_rate(self, member: Member, root: int, now: float) -> None:

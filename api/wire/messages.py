@@ -352,7 +352,7 @@ RECORDINGS: Final = ("start", "fetch", "stop")
 
 
 class Keep(Message, frozen=True, tag=39):
-    """Pins a cached prefix until Unkeep or the daemon's end, whoever's connection ends.  Replied to by Pinned.  Control."""
+    """Pins a cached prefix until Unkeep or the daemon's end, whoever's connection ends.  Pinned.  Control."""
 
     id: Whole
     pool: Name = ""  # "": the first
@@ -417,7 +417,7 @@ class Welcome(Message, frozen=True, tag=64):
     pool: Pool
     limits: Limits
     descriptors: list[str]  # of "pool", "page", "wake"
-    former: int = 0  # the session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
+    former: int = 0  # session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
 
 
 class Opened(Message, frozen=True, tag=65):
