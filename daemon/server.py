@@ -607,8 +607,7 @@ class Server:
         self.sessions[member.number] = member
         self.totals.opened += 1
         member.hosted.members[member.session.handle] = member
-        if member.pidfd >= 0:
-            self.loop.add_reader(member.pidfd, self._process_ended, member)
+        self.watch(member)
         if member.wake >= 0:
             self.loop.add_reader(member.wake, self._rung, member)
         sparing(
@@ -633,9 +632,13 @@ class Server:
         self.totals.adopted += 1
         self.sessions[member.number] = member
         member.hosted.members[member.session.handle] = member
+        self.watch(member)
+        self._start_sweep()
+
+    def watch(self, member: Member) -> None:
+        """Hears of the end of its process, where there is a descriptor that tells."""
         if member.pidfd >= 0:
             self.loop.add_reader(member.pidfd, self._process_ended, member)
-        self._start_sweep()
 
     def rejoined(self, connection: Connection, member: Member, now: float) -> None:
         """A lost session's process has come back.  It owes nothing any more: it gave way by being lost."""
@@ -826,6 +829,8 @@ class Server:
             self.compactors[hosted.name].upkeep(now)
             if hosted.fencing:
                 self._start_ticking()
+        if self.warm is not None:
+            self.warm.upkeep(self)
         self.collector.idle()
         logs.tell_overdue(log)
         self._look_whether_drained()
@@ -940,6 +945,8 @@ class Server:
                     self.loop.remove_reader(descriptor)
             member.close()
         self.sessions.clear()
+        if self.warm is not None:
+            self.warm.close(self)
         for descriptor, (_, _, _, pid, _) in self._audits.items():
             self.loop.remove_reader(descriptor)
             os.close(descriptor)

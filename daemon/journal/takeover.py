@@ -67,7 +67,6 @@ def take_over(
     ]
     restored = restore(pool, found.free, found.stretches, found.spaces, holders, engines, progress)
     for number, session in restored.sessions.items():
-        session.mark = number
         if number not in alive:
             pool.gone(session)  # where others of its engine live its slots wait for them
     everybody = restored.everybody

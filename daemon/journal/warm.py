@@ -10,6 +10,10 @@ of another size, there twice) is given up, so that it does not take memory for e
     former      sessions of earlier boots whose processes may live.  Those that hold anything are members like others
                 that lost their connection; slots and cache wait for them.  One that returns is told, begins anew, and
                 releases what it held once its steps have completed; one whose process has ended releases it by that.
+    idle        those of them that held nothing: no members, but their processes are watched all the same
+
+Who lives is looked at once, before the pool is filled, and through a descriptor that is kept from then on: an engine
+that dies meanwhile is told of by that as soon as the loop runs.  Who cannot be watched is looked at again by `upkeep`.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import hashlib
 import hmac
 import os
 import secrets
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import structlog
@@ -32,6 +37,7 @@ from kvslot.daemon.journal import columns as memory
 from kvslot.daemon.journal.columns import Columns, Head
 from kvslot.daemon.journal.takeover import Takeover, take_over
 from kvslot.daemon.journal.writer import Session, Writer
+from kvslot.daemon.logs import limited
 from kvslot.daemon.membership import Member, Peer, birth_of, ended
 
 if TYPE_CHECKING:
@@ -48,6 +54,8 @@ log = structlog.stdlib.get_logger("kvslot.daemon")
 
 SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 """That memory of ours has; without them a client could pull it from under us."""
+LOOKS: Final = 16
+"""At processes that cannot be watched, each time that upkeep comes: some ten microseconds each."""
 
 
 class Kept(NamedTuple):
@@ -83,8 +91,16 @@ class Journaled:
                 mapped=member.mapped, holds=member.holds,
             )
         )  # fmt: skip
-        if member.pidfd >= 0:
-            self._warm.store.keep(f"session-{member.number}", member.pidfd)
+        store = self._warm.store
+        if member.pidfd >= 0 and not store.keep(f"session-{member.number}", member.pidfd):
+            limited(
+                log,
+                "process_not_kept",
+                60.0,
+                session=member.number,
+                limit=store.capacity,
+                remedy="FileDescriptorStoreMax= of the unit: 2 for a pool and 1 for a session, 4096 at the most",
+            )
 
     def holds(self, member: Member) -> None:
         """A session that held nothing is about to."""
@@ -106,7 +122,7 @@ class Journaled:
         if member.mapped:
             self._warm.store.forget(f"session-{member.number}")
         if member.former:
-            self._warm.former.pop(member.number, None)
+            self._warm.forgotten(member.number)
         if self.everybody is None or any(each.former for each in self._hosted.members.values()):
             return False
         everybody, self.everybody = self.everybody, None
@@ -129,7 +145,12 @@ class Warm:
         self.former: dict[int, tuple[Session, str]] = {}
         """Sessions of earlier boots whose processes may live, by number, with their pool's name."""
         self._found: dict[str, Kept | str] = {}
-        self._pidfds: dict[int, list[int]] = {}
+        self._pidfds: dict[int, list[int]] = {}  # as they came back
+        self._watched: dict[int, int] = {}  # of sessions that live, until somebody reads them
+        self._idle: dict[int, int] = {}  # of sessions that held nothing
+        self._unwatched: dict[
+            int, None
+        ] = {}  # former ones whose processes may live, and nothing tells of their end
         self._adopted: list[tuple[HostedPool, Takeover]] = []
         self._kept: dict[str, tuple[list[int], list[int]]] = {}
         for name in list(store.inherited):
@@ -281,32 +302,45 @@ class Warm:
         )
 
     def _lives(self, session: Session) -> bool:
-        """Whether a session's process may be there: what cannot be looked at may."""
+        """Whether a session's process may be there: what cannot be looked at may.  It is watched from here on."""
         if not session.mapped:
             return False  # it never could touch anything
+        pidfd = self._watch(session)
+        if pidfd is None:
+            return False
+        if pidfd >= 0:
+            self._watched[session.number] = pidfd
+        return True
+
+    def _watch(self, session: Session) -> int | None:
+        """A descriptor that tells of the end of a session's process; -1: none, and it may live; None: it is gone."""
         gone = False
-        for pidfd in self._pidfds.get(session.number, ()):
+        kept = self._pidfds.get(session.number, [])
+        for pidfd in kept:
             if _is_pidfd(pidfd, session.pid):
                 if not ended(pidfd):
-                    return True
+                    kept.remove(pidfd)
+                    return pidfd
                 gone = True
         # It has ended by what was kept; or nothing was, and the process of that number tells.
+        unknown = None if gone else -1
         if session.pid <= 0:
-            return not gone
+            return unknown
         try:
             own = os.pidfd_open(session.pid)
         except ProcessLookupError:
-            return False
+            return None
         except OSError:
-            return not gone
-        try:
-            if ended(own):
-                return False
-            birth = birth_of(session.pid)
-            # Where processes of others cannot be looked at, what was kept has to do.
-            return birth == session.birth if birth and session.birth else not gone
-        finally:
-            os.close(own)
+            return unknown
+        birth = birth_of(session.pid)
+        # Where processes of others cannot be looked at, what was kept has to do.  Nothing was: that of this number is
+        # the one, or is there because that one is gone; its end proves it either way.
+        lives = birth == session.birth if birth and session.birth else not gone
+        if lives and not ended(own):
+            self.store.keep(f"session-{session.number}", own)
+            return own
+        os.close(own)
+        return None
 
     def _close(self, session: Session, writer: Writer) -> None:
         writer.session_closed(session.number)
@@ -324,12 +358,17 @@ class Warm:
         now = time.monotonic()
         for hosted, takeover in self._adopted:
             for each in takeover.found.sessions:
+                pidfd = self._watched.pop(each.number, -1)
+                if pidfd < 0 and each.number in self.former:
+                    self._unwatched[each.number] = None
                 core = takeover.restored.sessions.get(each.number)
                 if core is None:
+                    if pidfd >= 0:
+                        self._watch_idle(server, each.number, pidfd)
                     continue
                 member = Member(
                     each.number, hosted, core, Peer(each.pid, each.uid, each.gid), name=each.name,
-                    secret=each.secret, since=now, mapped=True, pidfd=self._pidfd_of(each),
+                    secret=each.secret, since=now, mapped=True, pidfd=pidfd,
                 )  # fmt: skip
                 member.birth = each.birth
                 member.former = each.boot
@@ -347,20 +386,6 @@ class Warm:
                 os.close(descriptor)
             self._give_up(key)
         self._kept.clear()
-
-    def _pidfd_of(self, session: Session) -> int:
-        """A descriptor to watch the process by; -1: none, and then it counts as there until it says otherwise."""
-        for descriptor in self._pidfds.get(session.number, []):
-            with contextlib.suppress(OSError):
-                if _is_pidfd(descriptor, session.pid) and not ended(descriptor):
-                    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-        with contextlib.suppress(OSError):
-            descriptor = os.pidfd_open(session.pid)
-            if birth_of(session.pid) == session.birth:
-                self.store.keep(f"session-{session.number}", descriptor)
-                return descriptor
-            os.close(descriptor)
-        return -1
 
     # -- those of earlier boots --------------------------------------------------------------------------------
 
@@ -383,15 +408,63 @@ class Warm:
         )
 
     def released(self, server: Server, session: Session) -> None:
-        """A former session that held nothing says that it is over."""
-        hosted = server.pools[self.former.pop(session.number)[1]]
+        """A former session that held nothing is over: it says so, or its process is proven gone."""
+        number = session.number
+        hosted = server.pools[self.former[number][1]]
         assert hosted.journal is not None
-        hosted.journal.writer.session_closed(session.number)
-        self.store.forget(f"session-{session.number}")
+        hosted.journal.writer.session_closed(number)
+        self.store.forget(f"session-{number}")
+        self.forgotten(number)
+        pidfd = self._idle.pop(number, -1)
+        if pidfd >= 0:
+            server.loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def forgotten(self, number: int) -> None:
+        """A former session is over."""
+        self.former.pop(number, None)
+        self._unwatched.pop(number, None)
+
+    def _watch_idle(self, server: Server, number: int, pidfd: int) -> None:
+        self._idle[number] = pidfd
+        server.loop.add_reader(pidfd, self._idle_ended, server, number)
+
+    def _idle_ended(self, server: Server, number: int) -> None:
+        pidfd = self._idle.get(number, -1)
+        if pidfd >= 0 and ended(pidfd):
+            self.released(server, self.former[number][0])
+
+    def upkeep(self, server: Server) -> None:
+        """Once a second: looks again at some of those whose end nothing tells of."""
+        for number in list(islice(self._unwatched, LOOKS)):
+            del self._unwatched[number]
+            session = self.former[number][0]
+            member = server.sessions.get(number)
+            pidfd = self._watch(session)
+            if pidfd is None:
+                if member is None:
+                    self.released(server, session)
+                else:
+                    server.proven_gone(member)
+            elif pidfd < 0:
+                self._unwatched[number] = None  # behind the others
+            elif member is None:
+                self._watch_idle(server, number, pidfd)
+            else:
+                member.pidfd = pidfd
+                server.watch(member)
+
+    def close(self, server: Server) -> None:
+        """Gives its descriptors back."""
+        for pidfd in self._idle.values():
+            server.loop.remove_reader(pidfd)
+            os.close(pidfd)
+        self._idle.clear()
 
 
 def _key(name: str) -> str:
-    return f"{crc32(name.encode()):08x}"
+    """As much of a sum of it as a descriptor's name has room for: the names of two pools never have the same."""
+    return hashlib.blake2b(name.encode(), digest_size=11).hexdigest()
 
 
 def _head_of(descriptor: int) -> Head | str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 
 from kvslot import Client
+from kvslot.api.wire.messages import Evict
 
-from ..faults.actors import rows
+from ..faults.actors import child, rows, until
 from ..systemd.supervisor import Supervisor
 from ..tools.wire import Wire
-from .killing import kept
+from .killing import Kept, kept
 from .test_return import PROMPT, back, fill
 
 
@@ -154,6 +159,140 @@ def test_a_takeover_that_fails_is_not_tried_again() -> None:
         assert manager.codes[1] == 1
         daemon.faulty = True
 
+
+def _holding(path: Path) -> Callable[[Callable[[Any], None]], None]:
+    """An engine that has published a prompt, and uses slots of its own."""
+
+    def work(tell: Callable[[Any], None]) -> None:
+        client = Client(str(path))
+        fill(client, PROMPT)
+        client.admit(list(range(500, 600)))
+        tell("there")
+
+    return work
+
+
+def _nothing_is_held(daemon: Kept) -> None:
+    """What an engine of before the restart had, and what was cached, comes back."""
+    with Wire(daemon.socket) as control:
+        until(lambda: not rows(control, "sessions"), 20.0, "a dead one's session is left")
+        until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 20.0, "its slots are set aside")
+        until(lambda: control.call(Evict, 1 << 20).tokens > 0, 20.0, "what is cached is held for it")
+    daemon.manager.wait(lambda: not any(each.startswith("session") for each in daemon.manager.stored))
+
+
+@pytest.mark.parametrize("kept_by_number", [False, True])
+def test_an_engine_that_dies_while_its_pool_is_taken_over_holds_nothing(kept_by_number: bool) -> None:
+    """Its end between the look at who lives and the first round of the loop is noticed like any other."""
+    with kept([{"blocks": 33}]) as daemon, child(_holding(daemon.socket)) as engine:
+        engine.heard()
+        manager = daemon.manager
+        manager.wait(lambda: any(each.startswith("session") for each in manager.stored))
+        if kept_by_number:
+            entry = _of(manager, "session")
+            manager.store.remove(entry)
+            os.close(entry[1])
+        manager.command[1:3] = ["-Ic", SLOW]
+        manager.kill(ready=False)
+        until(lambda: daemon.events("warm_start"), 30.0, "no second start")
+        engine.kill()
+        manager.wait(lambda: manager.state == "running")
+        _nothing_is_held(daemon)
+
+
+def test_an_engine_that_cannot_be_watched_is_looked_at_again() -> None:
+    """Where no descriptor of its process can be had at the start, its end is found out by looking now and then."""
+    with kept([{"blocks": 33}]) as daemon, child(_holding(daemon.socket)) as engine:
+        engine.heard()
+        manager = daemon.manager
+        manager.wait(lambda: any(each.startswith("session") for each in manager.stored))
+        entry = _of(manager, "session")
+        manager.store.remove(entry)
+        os.close(entry[1])
+        manager.command[1:3] = ["-Ic", BLIND]
+        manager.kill()
+        with Wire(daemon.socket) as control:
+            assert [row["state"] for row in rows(control, "sessions")] == ["lost"]
+        engine.kill()
+        _nothing_is_held(daemon)
+
+
+def test_an_idle_engine_that_dies_after_the_restart_leaves_nothing() -> None:
+    """Who held nothing is no session of the next daemon, and what is kept of it goes with its process all the same."""
+
+    def work(tell: Callable[[Any], None]) -> None:
+        client = Client(str(daemon.socket))
+        tell(client.token.session)
+
+    with kept([{"blocks": 33}]) as daemon, child(work) as engine:
+        name = f"session-{engine.heard()}"
+        manager = daemon.manager
+        manager.wait(lambda: name in manager.stored)
+        manager.kill()
+        with Wire(daemon.socket) as control:
+            assert not rows(control, "sessions")
+        assert name in manager.stored
+        engine.kill()
+        manager.wait(lambda: name not in manager.stored)
+        # Nor does the journal know of it any more.
+        manager.kill()
+        assert [each["sessions"] for each in daemon.events("warm_start")] == [1, 0]
+
+
+def test_pools_whose_names_have_the_same_checksum_are_told_apart() -> None:
+    """plumless and buckeroo have the same CRC-32: each of them comes back as itself."""
+    assert crc32(b"plumless") == crc32(b"buckeroo")
+    with kept([{"name": "plumless", "blocks": 33}, {"name": "buckeroo", "blocks": 33}]) as daemon:
+        daemon.manager.kill()
+        told = daemon.events("cold_start", "warm_start")
+        assert [each["event"] for each in told] == ["cold_start"] * 2 + ["warm_start"] * 2
+
+
+def test_a_store_without_room_for_a_process_says_so_once() -> None:
+    """Where the manager keeps no more descriptors one line tells its limit, and who dies is noticed without."""
+    with kept([{"blocks": 33}], store_max=3) as daemon, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(Wire(daemon.socket)).hello("one")
+        (told,) = daemon.events("process_not_kept")
+        assert (told["level"], told["limit"]) == ("warning", 3)
+        assert "FileDescriptorStoreMax=" in told["remedy"]
+
+
+SLOW = """
+import os, sys, time
+from kvslot.daemon.journal import warm
+
+join = warm.Warm.join
+
+def slow(self, server):
+    for _, takeover in self._adopted:
+        for each in takeover.living:
+            while os.path.exists(f"/proc/{each.pid}"):
+                time.sleep(0.01)
+    join(self, server)
+
+warm.Warm.join = slow
+sys.argv[0] = "kvslotd"
+from kvslot.daemon.main import main
+raise SystemExit(main())
+"""
+"""A start that has filled its pools, and goes on once all those that lived then are dead."""
+
+BLIND = """
+import errno, os, sys
+
+opened = os.pidfd_open
+
+def refuse(pid, flags=0):
+    os.close(opened(pid, flags))
+    raise OSError(errno.EMFILE, "planted")
+
+os.pidfd_open = refuse
+sys.argv[0] = "kvslotd"
+from kvslot.daemon.main import main
+raise SystemExit(main())
+"""
+"""One that never has a descriptor left to watch a living process by."""
 
 BROKEN = """
 import sys
