@@ -190,7 +190,7 @@ def test_S65_a_hundred_thousand_refusals(other_daemon: Running) -> None:
             wire.sock.sendall(encode(Free(0, 12345)) * 5)
         assert isinstance(wire.call(Ping), Pong)
         assert len(events(daemon)) - lines <= 20
-        assert daemon.rss_kib() - rss < 3 << 10
+        assert daemon.rss_kib() - rss < 6 << 10  # the ring of events that the admin API replays has 2 MiB
         assert refused(wire, "Free") >= 10_000 + 25_000
         other.call(Free, 1)
     time.sleep(0.05)
