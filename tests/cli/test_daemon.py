@@ -223,7 +223,9 @@ def test_the_recipe_of_the_compaction_page_makes_holes_and_closes_them(
         assert first in recipe
         assert told(capsys, daemon, *idle) in recipe
         deadline = time.monotonic() + 30
-        while (row := document(capsys, daemon, *status)["rows"][0])["unpacked_pct"] > 5:
+        while (row := document(capsys, daemon, *status)["rows"][0])["unpacked_pct"] > 5 or row[
+            "moves_in_flight"
+        ]:
             assert time.monotonic() < deadline, row
             time.sleep(0.05)
         after = document(capsys, daemon, *frag)["rows"][0]
