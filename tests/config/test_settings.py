@@ -17,8 +17,8 @@ from kvslot.daemon import config
 from kvslot.daemon.config import (
     ConfigError,
     PoolSettings,
-    TenantSettings,
     Settings,
+    TenantSettings,
     changed,
     check_memory,
     default_socket,
