@@ -417,7 +417,9 @@ class Welcome(Message, frozen=True, tag=64):
     pool: Pool
     limits: Limits
     descriptors: list[str]  # of "pool", "page", "wake"
-    former: int = 0  # session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
+    former: int = (
+        0  # session of an earlier boot that this one takes the place of: sequences are lost, prefixes are not
+    )
 
 
 class Opened(Message, frozen=True, tag=65):
