@@ -33,6 +33,8 @@ from kvslot.allocator.sessions import Life, Sequence, Session
 from kvslot.allocator.slots import CACHED, FENCED, FREE, RESERVED
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvslot.allocator.placement import Placement
 
 TICKETS_PER_SESSION = 1024  # a session that asks more often without coming back is using tickets wrongly
@@ -57,6 +59,7 @@ class Ticket(msgspec.Struct, gc=False, eq=False):
     pages: bool = False  # it lacked whole pages, not slots
     looked: float = -1.0  # when whole pages were last counted for it
     awaits: int = 0  # the sequence whose commit it waits for; then it holds nothing back
+    root: int = 0  # its namespace; 0 of a growth ticket, whose sequence says it
 
 
 class Window(msgspec.Struct, gc=False, eq=False):
@@ -128,6 +131,7 @@ class Admission:
         now: float,
         ticket: int,
         contiguous: bool,
+        root: int,
     ) -> Later | None:
         """None when the request may take `need` slots now (evicting what is missing), else the refusal.
 
@@ -135,7 +139,9 @@ class Admission:
         """
         later = self._admit(session, account, need, now, ticket, contiguous)
         if later is not None and later.ticket in self.waiting:
-            self.waiting[later.ticket].taken = max(0, taken)  # a move given up for it may have freed more
+            mine = self.waiting[later.ticket]
+            mine.taken = max(0, taken)  # a move given up for it may have freed more
+            mine.root = root
         return later
 
     def _admit(
@@ -195,11 +201,14 @@ class Admission:
             self._remove(mine)
         return None
 
-    def admit_fork(self, session: Session, account: Account, now: float, ticket: int) -> Later | None:
+    def admit_fork(self, parent: Sequence, now: float, ticket: int) -> Later | None:
         """None when a session may fork: it owes no answer to Preempt."""
+        session = parent.session
         mine = self._mine(session, ticket)
         if self._overdue(session, now):
-            return self.refuse(session, account, 0, now, ticket, Reason.PREEMPT_FIRST)
+            later = self.refuse(session, parent.account, 0, now, ticket, Reason.PREEMPT_FIRST)
+            self.waiting[later.ticket].root = parent.root
+            return later
         if mine is not None:
             self._remove(mine)
         return None
@@ -244,6 +253,7 @@ class Admission:
             self.waiting[mine.handle] = mine
         else:
             mine.need, mine.contiguous = need, contiguous
+        mine.account = account
         mine.ready = -1.0
         mine.pages = reason == Reason.RUN and session.page > 1
         self.busy = True
@@ -272,7 +282,7 @@ class Admission:
             mine = Ticket(self.pool._handle(), session, sequence.account, need, now)
         else:
             self._remove(mine)
-        mine.awaits, mine.ready = sequence.handle, -1.0
+        mine.awaits, mine.ready, mine.root = sequence.handle, -1.0, sequence.root
         self.awaiting[mine.handle] = mine
         pool = self.pool
         return Later(
@@ -285,6 +295,12 @@ class Admission:
             ticket.awaits, ticket.ready = 0, self.pool.now
             push = Published if published else Abandoned
             self.pool.pushes.append(push(ticket.session.handle, ticket.handle))
+
+    def resettle(self, moved: Mapping[int, Account]) -> None:
+        """Namespaces have come under other accounts, and so does who waits in them."""
+        for ticket in (*self.waiting.values(), *self.awaiting.values(), *self.growth.values()):
+            root = ticket.root if ticket.sequence is None else ticket.sequence.root
+            ticket.account = moved.get(root, ticket.account)
 
     def _check_tickets(self, session: Session) -> None:
         if len(self.waiting) + len(self.awaiting) < TICKETS_PER_SESSION:

@@ -269,8 +269,8 @@ class Lifecycle(Tables):
     def limit(self, tenant: str | None, *, slots: int = UNLIMITED, runs: int = UNLIMITED) -> Account:
         """Bounds what a tenant (None: all that have no account, together) holds: slots, and growth runs in reserve.
 
-        Concerns its namespaces that are opened from now on, and those under the account it has.  Lowered below what is
-        held, a limit takes nothing away.  Returns the account.
+        Concerns its namespaces that are opened from now on, and those under the account it has (`resettle` moves the
+        others).  Lowered below what is held, a limit takes nothing away.  Returns the account.
         """
         if slots < 1 or runs < 1:
             raise BadRequest(f"limits of {slots} slots and {runs} runs: each is at least one")
@@ -283,10 +283,41 @@ class Lifecycle(Tables):
         return account
 
     def unlimit(self, tenant: str | None) -> None:
-        """Takes the limits off; a tenant's namespaces are under the account of all the others from the next one on."""
+        """Takes the limits off; a tenant's next namespace (all, with `resettle`) is under the account of all others."""
         self.limit(tenant)
         if tenant is not None:
             del self.accounts[tenant]
+
+    def resettle(self) -> None:
+        """Puts every open namespace under the account that its tenant has by now, with what its sequences hold.
+
+        Takes nothing away.  What waits for a fence stays under the account it was taken from, until it is free.
+        """
+        moved = {
+            root: account
+            for root, space in self.roots.items()
+            if (account := self.accounts.get(space.tenant, self.everyone)) is not self.account_of[root]
+        }
+        if not moved:
+            return
+        self.account_of.update(moved)
+        seen: set[int] = set()  # ranges: forks share them
+        for sequence in self.sequences.values():
+            after = moved.get(sequence.root)
+            if after is None:
+                continue
+            before, sequence.account = sequence.account, after
+            room = sequence.capacity - sequence.length
+            before.unwritten -= room
+            after.unwritten += room
+            for piece in (*sequence.own, *(sequence.sources or ())):
+                if id(piece) not in seen:
+                    seen.add(id(piece))
+                    before.charged -= piece.length
+                    after.charged += piece.length
+        for account in moved.values():
+            account.ceiling = max(account.ceiling, account.charged)
+        self.admission.resettle(moved)
 
     def open_space(self, space: Space) -> int:
         """The root of a namespace's tree; the same structure gives the same root for as long as it is open."""

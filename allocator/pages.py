@@ -74,7 +74,7 @@ class Pages(Tables):
         own: list[int] = []
         try:
             later = self.admission.admit(
-                session, account, need, evictable - tree.evictable, now, ticket, False
+                session, account, need, evictable - tree.evictable, now, ticket, False, root
             )
         except Refusal:
             tree.unhold(node, tree.tick[node])
@@ -90,6 +90,7 @@ class Pages(Tables):
                     self.admission.requeue(mine)
                 try:
                     later = self.admission.refuse(session, account, need, now, ticket, Reason.RUN)
+                    self.admission.waiting[later.ticket].root = root
                 except Refusal:
                     tree.unhold(node, tree.tick[node])
                     raise

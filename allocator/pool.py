@@ -144,7 +144,7 @@ class Pool(Lifecycle, Pages):
                 spare = self.runs.total + self.yields - need
             try:
                 later = self.admission.admit(
-                    session, account, need, evictable - tree.evictable, now, ticket, contiguous
+                    session, account, need, evictable - tree.evictable, now, ticket, contiguous, root
                 )
             except Refusal:
                 tree.unhold(node, tree.tick[node])
@@ -334,7 +334,7 @@ class Pool(Lifecycle, Pages):
             raise BadRequest("fork of a sequence whose front was trimmed")
         now = self.now = max(now, self.now)
         if session.owes or ticket:
-            later = self.admission.admit_fork(session, sequence.account, now, ticket)
+            later = self.admission.admit_fork(sequence, now, ticket)
             if later is not None:
                 return later
         self.serial = child_handle = self.serial + 1

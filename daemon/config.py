@@ -425,8 +425,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tenants: tuple[TenantSettings, ...] = ()
 
 
-RELOADABLE: Final = ("client_uids", "client_gids", "tenants")
-"""Settings that SIGHUP changes and SetConfig does not: what they say concerns who comes from then on."""
+RELOADABLE: Final = ("client_uids", "client_gids", "control_uids", "control_gids", "tenants")
+"""Settings that SIGHUP changes and SetConfig does not: who may do what, and how much of it."""
 CHANGEABLE: Final = (
     "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us",
     "compaction", "compaction_start", "compaction_stop", "compaction_run_blocks", "compaction_duty",

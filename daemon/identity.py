@@ -16,8 +16,9 @@ Without a [[tenant]] everybody who is let in may open every namespace.  With one
 are, character by character: what looks alike is not the same.  Nobody is exempt, root neither: an engine that runs as
 root by mistake reads no other tenant's prefixes by mistake.
 
-What is refused for who somebody is, and what is done by a control verb, is logged with user, group, process and act:
-`denied` and `privileged`.  A user who is refused again and again fills neither the log nor another user's lines.
+What is refused for who somebody is, and what a control verb did, is logged with user, group, process and act: `denied`
+and `privileged`.  A user who is refused again and again, or does the same again and again, fills neither the log nor
+another user's lines.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from kvslot.allocator import Reason
 from kvslot.api.wire import Busy, Denied, messages
-from kvslot.daemon.logs import limited
+from kvslot.daemon.logs import leave_out, limited
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
 
     from kvslot.allocator import Pool
     from kvslot.daemon.config import PoolSettings, Settings, TenantSettings
@@ -46,6 +48,24 @@ DENIED_SECONDS: Final = 5.0
 """Of one user's refusals of one kind: the first is logged, the next are counted for so long."""
 USERS_MOST: Final = 64
 """Users whose refusals are told apart in the log; all further ones are counted together."""
+
+ACT_SECONDS: Final = 1.0
+"""The same act of the same process once more within it is counted, and told with the next line of it."""
+ACT_LINES: Final = 20
+"""Different acts of one user and verb that are told in that time; further ones are a number, told for each user."""
+LOGGED: Final[Mapping[type, tuple[str, ...]]] = {
+    messages.Inspect: (),
+    messages.Evict: ("tokens", "pool"),
+    messages.Defrag: ("pool", "action"),
+    messages.Audit: ("pool",),
+    messages.Drain: ("deadline_ms",),
+    messages.SetConfig: ("name", "value"),
+    messages.Record: ("action", "pool", "values"),
+    messages.Keep: ("pool", "node", "length"),
+    messages.Unkeep: ("pin", "pool"),
+    messages.Reload: (),
+}
+"""Of each control verb the fields that are logged, and nothing else; of a namespace never its salt."""
 
 log = structlog.stdlib.get_logger("kvslot.daemon")
 
@@ -86,12 +106,35 @@ def belongs(peer: Peer, users: tuple[int, ...], groups: tuple[int, ...]) -> bool
     return peer.uid in users or peer.gid in groups or any(group in groups for group in peer.groups)
 
 
+class _Act:
+    """What somebody did: when it was last told, and how often it was done since."""
+
+    __slots__ = ("again", "fields", "when")
+
+    def __init__(self, when: float, fields: dict[str, Any]) -> None:
+        self.when = when
+        self.fields = fields
+        self.again = 0
+
+
+class _Lines:
+    """Of one user and verb: lines since `when`, and acts that got none."""
+
+    __slots__ = ("left_out", "lines", "when")
+
+    def __init__(self, when: float) -> None:
+        self.when = when
+        self.lines = self.left_out = 0
+
+
 class Identity:
     """All rules of one daemon; looked at when somebody comes, so that a reload holds for who comes next."""
 
     def __init__(self, settings: Settings) -> None:
         self._tenants: dict[str, Tenant] = {}
         self._users: set[int] = set()
+        self._acts: dict[tuple[object, ...], _Act] = {}  # by who, what and outcome; for a second
+        self._lines: dict[tuple[int, str], _Lines] = {}  # by user and verb; for a second
         self.denied = 0
         self.privileged = 0
         self.change(settings)
@@ -181,6 +224,18 @@ class Identity:
         member.tenants.append(tenant)
         tenant.sessions += 1
 
+    def recount(self, members: Iterable[Member]) -> None:
+        """Who is in after a reload: each session is one of those tenants' that its namespaces belong to by now."""
+        for tenant in self._tenants.values():
+            tenant.sessions = 0
+        for member in members:
+            roots = member.hosted.core.roots
+            member.tenants.clear()
+            for root in member.roots:
+                its = self.tenant(roots[root].tenant)
+                if its is not None and its not in member.tenants:
+                    self.join(member, its)
+
     def leave(self, member: Member) -> None:
         """A session has ended."""
         for tenant in member.tenants:
@@ -217,9 +272,12 @@ class Identity:
         return seconds, tenant
 
     def late(self, member: Member, m: messages.Allocate, now: float) -> messages.Later | None:
-        """LATER for a new request beyond the tenant's rate.  One that comes back with its ticket was counted."""
+        """LATER for a new request beyond the tenant's rate.  One that comes back with its own ticket was counted."""
+        if m.namespace not in member.roots:
+            return None
         queue = member.hosted.core.admission
-        if m.namespace not in member.roots or m.ticket in queue.waiting or m.ticket in queue.awaiting:
+        ticket = queue.waiting.get(m.ticket) or queue.awaiting.get(m.ticket)
+        if ticket is not None and ticket.session is member.session:
             return None
         seconds, tenant = self.wait(member, m.namespace, now)
         if not seconds or tenant is None:
@@ -291,21 +349,60 @@ class Identity:
             uid=peer.uid, gid=peer.gid, pid=peer.pid,
         )  # fmt: skip
 
-    def note(self, peer: Peer, request: messages.Request) -> None:
-        """Notes a control verb that was permitted, with all that it said but tokens."""
-        if type(request) is messages.Record and request.action == "fetch":
-            return  # many times a second, of a recording whose start was noted
-        self.privileged += 1
+    def note(self, peer: Peer, request: messages.Request, outcome: str, now: float) -> None:
+        """Notes an act that was permitted, once it is done or has failed: `outcome` is "done", or the error's name."""
         what = type(request).__name__
-        arguments: dict[str, Any] = {
-            name: value
-            for name in request.__struct_fields__[1:]
-            if type(value := getattr(request, name)) is not bytes
-        }
-        limited(
-            log, "privileged", 0.05, level="info", kind=what, what=what, arguments=arguments,
-            uid=peer.uid, gid=peer.gid, pid=peer.pid,
+        if outcome == "done":
+            self.privileged += 1
+        arguments = _arguments(request)
+        key = (peer.uid, peer.pid, what, outcome, *map(str, arguments.values()))
+        act = self._acts.get(key)
+        if act is not None:
+            act.again += 1
+            if now - act.when >= ACT_SECONDS:
+                self._tell(act, now)
+            return
+        lines = self._lines.get((peer.uid, what))
+        if lines is None:
+            lines = self._lines[peer.uid, what] = _Lines(now)
+        elif now - lines.when >= ACT_SECONDS:
+            self._tell_left_out(peer.uid, lines, what)
+            lines.when, lines.lines = now, 0
+        lines.lines += 1
+        if lines.lines > ACT_LINES:
+            lines.left_out += 1
+            leave_out()
+            return
+        fields = {
+            "what": what, "arguments": arguments, "outcome": outcome,
+            "uid": peer.uid, "gid": peer.gid, "pid": peer.pid,
+        }  # fmt: skip
+        act = self._acts[key] = _Act(now, fields)
+        act.again = 1
+        self._tell(act, now)
+
+    def tell(self, now: float) -> None:
+        """Tells what was done again, or left out, in a second that is over; to be called each second and at the end."""
+        for key, act in [each for each in self._acts.items() if now - each[1].when >= ACT_SECONDS]:
+            del self._acts[key]
+            if act.again:
+                self._tell(act, now)
+        for at, lines in [each for each in self._lines.items() if now - each[1].when >= ACT_SECONDS]:
+            del self._lines[at]
+            self._tell_left_out(at[0], lines, at[1])
+
+    def _tell(self, act: _Act, now: float) -> None:
+        told = act.fields
+        log.info(
+            "privileged", what=told["what"], arguments=told["arguments"], outcome=told["outcome"], count=act.again,
+            uid=told["uid"], gid=told["gid"], pid=told["pid"],
         )  # fmt: skip
+        act.when, act.again = now, 0
+
+    def _tell_left_out(self, uid: int, lines: _Lines, what: str) -> None:
+        if lines.left_out:
+            log.warning("privileged_left_out", what=what, count=lines.left_out, uid=uid)
+            lines.left_out = 0
 
     def _near(self, name: str) -> str:
         """Says so where a name only looks like one that is configured."""
@@ -316,10 +413,35 @@ class Identity:
         return "; an operator adds it as a [[tenant]], or one named '*' for all others"
 
 
+def is_act(request: messages.Request) -> bool:
+    """Whether a control verb changes something or starts something; the others only look."""
+    match request:
+        case messages.Inspect():
+            return False
+        case messages.Defrag(action=action):
+            return action != "status"
+        case messages.Record(action=action):
+            return action != "fetch"  # many times a second, of a recording whose start was noted
+        case _:
+            return True
+
+
+def _arguments(request: messages.Request) -> dict[str, Any]:
+    """What is logged of a control verb: what LOGGED names, and of a Keep by tokens whose they are and how many."""
+    found = {name: getattr(request, name) for name in LOGGED[type(request)]}
+    if type(request) is messages.Keep and request.tokens:
+        space = request.namespace
+        found.update(
+            tenant=space.tenant, model=space.model, adapter=space.adapter, salted=bool(space.salt),
+            tokens=len(request.tokens) >> 2,
+        )  # fmt: skip
+    return found
+
+
 def _points(name: str) -> str:
     """The characters of a name by number."""
     shown = " ".join(f"U+{ord(each):04X}" for each in name[:32])
     return shown + (" ..." if len(name) > 32 else "")
 
 
-__all__ = ["OTHERS", "Identity", "Tenant", "belongs"]
+__all__ = ["LOGGED", "OTHERS", "Identity", "Tenant", "belongs", "is_act"]

@@ -93,6 +93,11 @@ def left_out() -> int:
     return _left_out[0]
 
 
+def leave_out() -> None:
+    """Counts one that somebody else did not log, for the same reason."""
+    _left_out[0] += 1
+
+
 taps: Final[list[Callable[[Mapping[str, Any]], None]]] = []
 """Are shown every event that is logged, with its fields, which are not to be kept or changed."""
 
@@ -346,6 +351,7 @@ __all__ = [
     "LEVELS",
     "asked",
     "counted",
+    "leave_out",
     "left_out",
     "limited",
     "lost",

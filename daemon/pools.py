@@ -67,7 +67,10 @@ class HostedPool:
         )
 
     def limit(self, tenants: Sequence[TenantSettings]) -> None:
-        """Gives each tenant that is listed its account, and takes the limits off those that are no more."""
+        """Gives each tenant that is listed its account, and takes the limits off those that are no more.
+
+        Namespaces that are open come under the account of the tenant that they belong to by now.
+        """
         core = self.core
         listed = {each.name: each for each in tenants}
         for name in (*core.accounts, None):
@@ -79,6 +82,7 @@ class HostedPool:
                 slots=each.slots or UNLIMITED,
                 runs=each.reserved_runs or UNLIMITED,
             )
+        core.resettle()
 
     def enter(self, root: int) -> None:
         """One more session uses the namespace."""

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import math
 import os
 import resource
 import secrets
@@ -63,7 +64,7 @@ from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
 from kvslot.daemon.health import Health
 from kvslot.daemon.hub import Hub
-from kvslot.daemon.identity import Identity
+from kvslot.daemon.identity import Identity, is_act
 from kvslot.daemon.journal.warm import Kept, Warm
 from kvslot.daemon.latency import Latency
 from kvslot.daemon.logs import asked, limited, sparing
@@ -153,8 +154,7 @@ class Server:
         self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
         self.table: Mapping[type, Row] = TABLE
         self.recorders = Recorders(self)
-        self._uids = {0, os.geteuid(), *settings.control_uids}
-        self._gids = set(settings.control_gids)
+        self._uids, self._gids = _controllers(settings)
         self.identity = Identity(settings)
         for pool in pools:
             pool.limit(settings.tenants)
@@ -215,26 +215,31 @@ class Server:
         asked.connection, asked.request, asked.verb = connection, number, kind
         try:
             if row.permission is Permission.SESSION:
+        act, outcome = False, "fault"
                 if member is None:
                     raise OutOfTurn(f"{kind.__name__} before Hello")
                 member.frames += 1
             elif row.permission is Permission.CONTROL:
                 self._check_control(connection, kind.__name__)
-                if kind is not messages.Inspect:
-                    self.identity.note(connection.peer, request)
+                act = is_act(request)
             if not number and kind not in POSTED:
                 raise BadRequest(f"{kind.__name__} with id 0: only Free and Trim may be posted")
             reply = row.handler(self, connection, request, now)
         except Refused as refused:
             return self._refused(connection, kind, number, refused.code, str(refused))
+            outcome = "done"
         except core.Refusal as refusal:
+            outcome = type(refused).__name__
             return self._refused(connection, kind, number, REFUSALS[type(refusal)].code, str(refusal))
         except PeerFault as fault:
+            outcome = REFUSALS[type(refusal)].__name__
             connection.fault(fault)
             return None
         finally:
             asked.connection = None
         return reply if number else None
+            if act:
+                self.identity.note(connection.peer, request, outcome, now)
 
     def answer_in_batch(
         self, connection: Connection, request: messages.Batchable, now: float
@@ -834,6 +839,7 @@ class Server:
         self.collector.idle()
         logs.tell_overdue(log)
         self._look_whether_drained()
+        self.identity.tell(now)
         if self.draining and now >= self._drain_deadline:
             for connection in tuple(self.connections):
                 connection.refuse(ShuttingDown("the daemon ends"))
@@ -1070,8 +1076,12 @@ class Server:
             raise Busy("an audit is running already")
         try:
             readable, writable = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.identity.recount(self.sessions.values())
         except OSError as error:
             raise Busy(f"no audit now: {error.strerror}") from None
+        self._uids, self._gids = _controllers(self.settings)
+        for connection in self.connections:
+            connection.control = self.may_control(connection.peer)
         try:
             pid = os.fork()
         except OSError as error:
@@ -1158,6 +1168,11 @@ class _View:
 
     @property
     def process(self) -> Mapping[str, Any]:
+def _controllers(settings: config.Settings) -> tuple[set[int], set[int]]:
+    """Users and groups that may say control verbs."""
+    return {0, os.geteuid(), *settings.control_uids}, set(settings.control_gids)
+
+
         store = self._server.service.store
         kept = {
             "socket_passed": any(each.passed for each in self._server._endpoints),
@@ -1307,6 +1322,7 @@ def _host(
         page_bytes=huge.SIZES[settings.huge_pages],
     )
     if prefault and not isinstance(kept, Kept):
+    server.identity.tell(math.inf)
         _prefault(settings.name, device, service)
     return HostedPool(settings, layout, pool_config, device)
 

@@ -29,6 +29,11 @@ def limited(*, slots: int = UNLIMITED, runs: int = UNLIMITED, blocks: int = 26, 
     return pool
 
 
+def took(answer: object) -> Admitted:
+    assert isinstance(answer, Admitted), answer
+    return answer
+
+
 def test_what_never_fits_under_a_tenants_quota_is_never() -> None:
     """A prompt above it gets NEVER with that limit and its name, one of that size is let in; growth likewise."""
     pool = limited(slots=20)
@@ -277,6 +282,44 @@ def test_a_tenant_that_is_listed_no_longer_is_one_of_all_others() -> None:
     pool.unlimit(None)
     assert isinstance(pool.allocate(s, salted, fresh(30, 200)), Admitted)
     sound(pool)
+
+
+def test_open_namespaces_come_under_the_account_that_their_tenant_has_by_now() -> None:
+    """What sequences hold goes with them, shared ranges once, and those who wait too; fenced slots stay until free."""
+    pool = limited(quantum=4, blocks=52)
+    s = pool.open_session()
+    theirs, others = root(pool, "chat"), root(pool, "x")
+    parent = took(pool.allocate(s, theirs, fresh(20, 0)))
+    pool.wrote(s, parent.sequence, 20)
+    pool.fork(s, parent.sequence)
+    kept = took(pool.allocate(s, others, fresh(10, 500)))
+    step(pool, s)
+    gone = took(pool.allocate(s, theirs, fresh(6, 900)))
+    pool.free(s, gone.sequence, fence=1)
+    pool.limit(None, slots=pool.everyone.charged + 4)
+    waits = later(pool.allocate(s, theirs, fresh(30, 2000)))
+    pool.limit("chat", slots=24)
+    pool.resettle()
+    sound(pool)
+    chat = pool.accounts["chat"]
+    assert pool.everyone.charged == kept.capacity + pool.everyone.fenced
+    assert pool.everyone.fenced > 0
+    assert chat.charged == parent.capacity
+    assert pool.admission.waiting[waits.ticket].account is chat
+    assert pool.allocate(s, theirs, fresh(25, 3000)) == Never(25, 24, Quota.SLOTS)
+    complete(pool, s)
+    sound(pool)
+    assert (pool.everyone.charged, pool.everyone.fenced) == (kept.capacity, 0)
+    pool.limit("chat", slots=8)
+    pool.unlimit("chat")
+    pool.limit("chat", slots=8)  # another account of the same name: more is held than it allows
+    pool.resettle()
+    sound(pool)
+    assert pool.allocate(s, theirs, fresh(9, 4000)) == Never(9, 8, Quota.SLOTS)
+    for sequence in list(s.sequences):
+        pool.free(s, sequence)
+    sound(pool)
+    assert pool.accounts["chat"].charged == chat.charged == 0
 
 
 def test_a_limit_is_at_least_one() -> None:
