@@ -213,9 +213,9 @@ class Server:
         member = connection.member
         number = request.id
         asked.connection, asked.request, asked.verb = connection, number, kind
+        act, outcome = False, "fault"
         try:
             if row.permission is Permission.SESSION:
-        act, outcome = False, "fault"
                 if member is None:
                     raise OutOfTurn(f"{kind.__name__} before Hello")
                 member.frames += 1
@@ -225,21 +225,21 @@ class Server:
             if not number and kind not in POSTED:
                 raise BadRequest(f"{kind.__name__} with id 0: only Free and Trim may be posted")
             reply = row.handler(self, connection, request, now)
-        except Refused as refused:
-            return self._refused(connection, kind, number, refused.code, str(refused))
             outcome = "done"
-        except core.Refusal as refusal:
+        except Refused as refused:
             outcome = type(refused).__name__
+            return self._refused(connection, kind, number, refused.code, str(refused))
+        except core.Refusal as refusal:
+            outcome = REFUSALS[type(refusal)].__name__
             return self._refused(connection, kind, number, REFUSALS[type(refusal)].code, str(refusal))
         except PeerFault as fault:
-            outcome = REFUSALS[type(refusal)].__name__
             connection.fault(fault)
             return None
         finally:
-            asked.connection = None
-        return reply if number else None
             if act:
                 self.identity.note(connection.peer, request, outcome, now)
+            asked.connection = None
+        return reply if number else None
 
     def answer_in_batch(
         self, connection: Connection, request: messages.Batchable, now: float
@@ -837,9 +837,9 @@ class Server:
         if self.warm is not None:
             self.warm.upkeep(self)
         self.collector.idle()
+        self.identity.tell(now)
         logs.tell_overdue(log)
         self._look_whether_drained()
-        self.identity.tell(now)
         if self.draining and now >= self._drain_deadline:
             for connection in tuple(self.connections):
                 connection.refuse(ShuttingDown("the daemon ends"))
@@ -1049,8 +1049,12 @@ class Server:
         taken = {name: getattr(settings, name) for name in changed if name in CHANGEABLE + RELOADABLE}
         self.settings = msgspec.structs.replace(self.settings, **taken)
         self.identity.change(self.settings)
+        self.identity.recount(self.sessions.values())
         for hosted in self.pools.values():
             hosted.limit(self.settings.tenants)
+        self._uids, self._gids = _controllers(self.settings)
+        for connection in self.connections:
+            connection.control = self.may_control(connection.peer)
         if "log_level" in taken:
             logs.set_level(settings.log_level)
         if "compaction" in taken:
@@ -1076,12 +1080,8 @@ class Server:
             raise Busy("an audit is running already")
         try:
             readable, writable = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.identity.recount(self.sessions.values())
         except OSError as error:
             raise Busy(f"no audit now: {error.strerror}") from None
-        self._uids, self._gids = _controllers(self.settings)
-        for connection in self.connections:
-            connection.control = self.may_control(connection.peer)
         try:
             pid = os.fork()
         except OSError as error:
@@ -1141,6 +1141,11 @@ class Server:
             self.loop.call_later(0.05, self._reap, pid)
 
 
+def _controllers(settings: config.Settings) -> tuple[set[int], set[int]]:
+    """Users and groups that may say control verbs."""
+    return {0, os.geteuid(), *settings.control_uids}, set(settings.control_gids)
+
+
 class _View:
     """The server as inspection.py sees it."""
 
@@ -1168,11 +1173,6 @@ class _View:
 
     @property
     def process(self) -> Mapping[str, Any]:
-def _controllers(settings: config.Settings) -> tuple[set[int], set[int]]:
-    """Users and groups that may say control verbs."""
-    return {0, os.geteuid(), *settings.control_uids}, set(settings.control_gids)
-
-
         store = self._server.service.store
         kept = {
             "socket_passed": any(each.passed for each in self._server._endpoints),
@@ -1295,6 +1295,7 @@ async def _serve(
         if server.admin is not None:
             await server.admin.close()
         server.close()
+    server.identity.tell(math.inf)
     logs.tell_suppressed(log)
     log.info("ended", code=code)
     return code
@@ -1322,7 +1323,6 @@ def _host(
         page_bytes=huge.SIZES[settings.huge_pages],
     )
     if prefault and not isinstance(kept, Kept):
-    server.identity.tell(math.inf)
         _prefault(settings.name, device, service)
     return HostedPool(settings, layout, pool_config, device)
 
