@@ -86,7 +86,7 @@ class History:
         self.takeover: Takeover | None = None
         self.prompts: dict[int, list[int]] = {}  # sequence -> its tokens as far as they are painted
         self.moves: list[int] = []
-        self.restored = self.cached = 0
+        self.restored = self.cached = self.idled = 0
         self.columns = self._taped()
         self._hook(Writer(self.columns, self.pool.padding, self.pool.ledger))
         self.open()
@@ -116,6 +116,7 @@ class History:
              self.lose, self.leave, self.pin, self.evict],
             [2, 12, 6, 12, 3, 7, 3, 6, 6, 1, 1, 1, 1],
         )[0]  # fmt: skip
+        self.idle()
         with contextlib.suppress(Refusal):
             act()
         self.pool.poll(0.0)
@@ -138,9 +139,24 @@ class History:
             append="chain" if self.rng.random() < 0.7 else "peel",
         )  # fmt: skip
         session.mark = self.writer.session_opened(
-            Entry(number=self.number, boot=1, pid=1, uid=0, gid=0, birth=7, secret=b"s" * 16, name="x")
-        )
+            Entry(
+                number=self.number, boot=1, pid=1, uid=0, gid=0, birth=7, secret=b"s" * 16, name="x", holds=False
+            )
+        )  # fmt: skip
         self.alive[self.number] = session
+
+    def holds(self, session: Session) -> None:
+        """It is about to use slots: as before Allocate and Pin, the journal says so first."""
+        number = next(n for n, each in self.alive.items() if each is session)
+        self.writer.session_holds(number, True)
+
+    def idle(self) -> None:
+        """What upkeep does once a second: of live sessions that use nothing the journal says so."""
+        for number, session in self.alive.items():
+            uses = session.sequences or session.fences or session.pins or session.moved or session.settling
+            if session.life == Life.LIVE and not uses:
+                self.writer.session_holds(number, False)
+                self.idled += 1
 
     def live(self) -> list[Session]:
         return [each for each in self.alive.values() if each.life == Life.LIVE]
@@ -159,6 +175,7 @@ class History:
         lead = random.Random(self.rng.randrange(4))
         tokens = [lead.randrange(3) for _ in range(self.rng.randrange(40))]
         tokens += [self.rng.randrange(3) for _ in range(self.rng.randrange(1, 12))]
+        self.holds(session)
         answer = self.pool.allocate(session, root, np.array(tokens, "<i4").tobytes())
         if isinstance(answer, Admitted):
             self.prompts[answer.sequence] = tokens
@@ -288,6 +305,7 @@ class History:
                 self.pool.unpin(session, next(iter(session.pins)))
             else:
                 tokens = np.array(self.prompts[handle], "<i4").tobytes()
+                self.holds(session)
                 self.pool.pin(session, self.pool.sequences[handle].root, tokens)
 
     def evict(self) -> None:

@@ -29,6 +29,32 @@ def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) ->
             history.die()
             due = 0
     assert history.restored == history.cached > 0
+    assert history.idled, "no session ever held nothing"
+
+
+def test_only_who_may_use_slots_is_waited_for() -> None:
+    """What is cached is held for a session from before its first request until it is said to use nothing."""
+    history = History(1, CONFIGS["tokens"])
+    pool = history.pool
+    one, _ = history.live()
+    root = pool.open_space(Space("t", "0"))
+
+    def waited_for() -> bool:
+        takeover = reborn(bytes(history.buffer), history.config, lambda entry: True)[1]
+        return takeover.everybody is not None
+
+    history.holds(one)
+    wrote = pool.allocate(one, root, TOKENS[0])
+    assert isinstance(wrote, Admitted)
+    pool.commit(one, wrote.sequence, 40)
+    history.idle()
+    assert waited_for()
+    pool.free(one, wrote.sequence)
+    assert waited_for()
+    history.idle()
+    assert not waited_for()
+    history.holds(one)
+    assert waited_for()
 
 
 def test_private_slots_come_back_with_their_own_session() -> None:
@@ -37,6 +63,8 @@ def test_private_slots_come_back_with_their_own_session() -> None:
     pool = history.pool
     one, other = history.live()
     root = pool.open_space(Space("t", "0"))
+    history.holds(one)
+    history.holds(other)
     ours, theirs = (pool.allocate(session, root, TOKENS[index]) for index, session in enumerate((one, other)))
     assert isinstance(ours, Admitted)
     assert isinstance(theirs, Admitted)
@@ -54,6 +82,8 @@ def test_what_anybody_may_read_waits_for_all_even_over_two_starts() -> None:
     history = History(1, CONFIGS["tokens"])
     pool = history.pool
     one, other = history.live()
+    history.holds(one)
+    history.holds(other)
     untold = pool.open_space(Space("t", str(UNTOLD), salt="long" * 2000))
     wrote = pool.allocate(one, untold, TOKENS[0])
     assert isinstance(wrote, Admitted)
