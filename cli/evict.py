@@ -22,7 +22,7 @@ EXAMPLES: Final = """\
 """
 
 EACH: Final = 4096
-"""Tokens asked for at a time, so that the bar moves; the daemon itself ends each request after 2 ms."""
+"""Tokens asked for at a time, so that the bar moves; the daemon itself ends each request after 0.4 ms."""
 
 _AMOUNT: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kM%]?)")
 _UNITS: Final = {"": 1, "k": 1000, "M": 1_000_000}

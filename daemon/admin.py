@@ -3,10 +3,12 @@
     aiohttp ─► api/admin ─► Views (rows of inspection.py, as structs)      ─► JSON
                        └──► act ─► Asker ─► Server.answer ─► verbs.TABLE       the same door as for control verbs
 
-It all runs on the daemon's loop, between clients' verbs, so nothing takes longer than a slice (`SLICE_NS`) at a time:
-what looks at a whole pool (the map, prefixes by size) lets the others have their turn again and again, and says what it
-saw over some milliseconds.  An act is answered by `Server.answer` like a control verb of a client, with the permission
-of the user who asks; what it changes is logged with who that was, and what it is refused, too.
+It all runs on the daemon's loop, between clients' verbs, so it is done in pieces of half a millisecond at most, by the
+clock (maps, evicting) or by count (rows of a page, nodes looked through): what looks at a whole pool lets the others
+have their turn again and again, and says what it saw over some milliseconds.
+
+An act is answered by `Server.answer` like a control verb of a client, with the permission of the user who asks; what it
+changes is logged with who that was, and what it is refused, too.
 """
 
 from __future__ import annotations
@@ -52,15 +54,14 @@ if TYPE_CHECKING:
     from kvslot.daemon.pools import HostedPool
     from kvslot.daemon.server import Server
 
-SLICE_NS: Final = 300_000
 CLOSE_SECONDS: Final = 1.0
 """For answers under way when the daemon ends."""
 BACKLOG: Final = 64
 ACT_LINES: Final = 20
 """Of refused acts a second; the others are counted."""
 AUDIT_SECONDS: Final = 600.0
-EVICT_TURNS: Final = 100_000
-"""Of one act: each is 2 ms at the most."""
+EVICT_TURNS: Final = 500_000
+"""Of one act: each is a slice of the verb's (`verbs.EVICT_NS`)."""
 
 log = structlog.stdlib.get_logger("kvslot.daemon")
 
@@ -325,7 +326,7 @@ class Views:
         return views.Done()
 
     async def _evict(self, tokens: int, pool: str, asker: Asker) -> int:
-        """In turns, as `kvslotctl` asks for them: a verb evicts for two milliseconds at the most."""
+        """In turns, as `kvslotctl` asks for them: a verb evicts for less than half a millisecond."""
         gone = 0
         for _ in range(EVICT_TURNS):
             some = (await asker.ask(messages.Evict(1, tokens - gone, pool), messages.Evicted)).tokens

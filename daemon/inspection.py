@@ -606,6 +606,9 @@ def _map_sequences(core: Core, place: int, limit: int, found: dict[str, list[int
         sequence = core.sequences[handle]
         swept = sequence.session.swept if sequence.session.life else ()
         for piece in (*sequence.own, *(sequence.sources or ())):
+            # What forks share is listed once.
+            if piece.holders is not None and piece.holders[0] is not sequence:
+                continue
             if swept and id(piece) in swept:
                 quarantined += piece.extents
             elif piece.position + piece.length > sequence.length:

@@ -41,6 +41,11 @@ class Keeper:
         self._session: Session | None = None
         self.pins: dict[int, Kept] = {}
 
+    @property
+    def open(self) -> bool:
+        """Whether there is a session for pins, which is one of the core's and nobody's."""
+        return self._session is not None
+
     def pin_node(self, node: int, length: int, by: str) -> Kept:
         """Keeps the prefix of `length` tokens that ends with a node; raises NotFound where that is not so."""
         core = self._core

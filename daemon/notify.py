@@ -8,8 +8,9 @@
     Store    ──► FDSTORE  FDSTOREREMOVE            ◄── what was passed at start, by name
 
 Without NOTIFY_SOCKET nothing is sent and nothing is opened; a call then costs a comparison.  A manager that does not
-read must not stop the loop: only `ready` and `barrier` wait for it, and not for long.  What has to arrive
-(all but WATCHDOG and STATUS, which are said again anyway) is queued meanwhile, in order, and sent by a later call.
+read must not stop the loop: only `barrier` and, at the start, `ready` wait for it, and not for long.  What has to
+arrive (all but WATCHDOG and STATUS, which are said again anyway) is queued meanwhile, in order, and sent by a later
+call.
 
 The manager keeps its copy of a descriptor that was sent with FDSTORE=1 when this process ends, however it ends, and
 passes it to the next one.  The names of all travel in one variable of the environment, for which the kernel has a
@@ -39,8 +40,10 @@ STORED_MAX: Final = 4096
 """4096 * 31 bytes of names stay below the 128 KiB that one variable of the environment may have."""
 QUEUED_MAX: Final = 2 * STORED_MAX
 """Messages that wait for a manager that does not read."""
+DESCRIPTORS_MAX: Final = 64
+"""Of them with a descriptor, of which each has a copy meanwhile; `keep` is told that there is no room for more."""
 PATIENCE_SECONDS: Final = 1.0
-"""How long `ready` waits for room; a manager that takes longer has other troubles."""
+"""How long the first `ready` waits for room; a manager that takes longer has other troubles."""
 PAUSE_SECONDS: Final = 0.005
 """Between two tries meanwhile: nothing tells when the other end of a datagram socket has room."""
 STATUS_BYTES: Final = 512
@@ -101,10 +104,13 @@ class Notifier:
 
     # -- how this process is -----------------------------------------------------------------------------------
 
-    def ready(self, status: str = "") -> None:
-        """The socket accepts: what waits for us may start.  Ends what `reloading` began, too."""
+    def ready(self, status: str = "", patience: float = 0.0) -> None:
+        """The socket accepts: what waits for us may start.  Ends what `reloading` began, too.
+
+        Waits for a manager that does not read for `patience` seconds at most, which is for who serves nobody yet.
+        """
         self._say("READY=1", status)
-        self.flush(PATIENCE_SECONDS)
+        self.flush(patience)
 
     def status(self, text: str) -> None:
         """One line for `systemctl status`; sent when it has changed.  Sends what waits in any case."""
@@ -174,6 +180,10 @@ class Notifier:
             self.problem = f"{QUEUED_MAX} messages wait for a manager that does not read"
             return False
         if descriptor >= 0:
+            if sum(each.descriptor >= 0 for each in self._queue) >= DESCRIPTORS_MAX:
+                self.failures += 1
+                self.problem = f"{DESCRIPTORS_MAX} descriptors wait for a manager that does not read"
+                return False
             try:
                 descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST)
             except OSError as error:

@@ -91,7 +91,7 @@ class Scraped:
         hosted, compactor = server.pools[name], server.compactors[name]
         waiting, oldest = waits(hosted.core, view.now)
         journal = hosted.journal
-        # What earlier boots cached is held by a session of the core's that is nobody's.
+        # What earlier boots cached is held by a session of the core's that is nobody's, and operators' pins by another.
         unsettled = journal is not None and journal.everybody is not None
         row.update(
             waiting=waiting,
@@ -103,7 +103,7 @@ class Scraped:
             restored=journal.restored if journal is not None else 0,
             missing=journal.missing if journal is not None else 0,
             unsettled=unsettled,
-            sessions=row["sessions"] - unsettled,
+            sessions=row["sessions"] - unsettled - hosted.keeper.open,
             accounts=[_account(hosted.core, each) for each in self._tenants()],
             compaction={**msgspec.structs.asdict(compactor.status()), **compactor.gap_totals()._asdict()},
         )

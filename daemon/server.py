@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -152,6 +152,8 @@ class Server:
             int, tuple[Connection, int, float, int, str]
         ] = {}  # pipe: who asked, id, when, pid, pool
         self.compactors = {pool.name: Compactor(self, pool) for pool in pools}
+        self._reload_asked: list[tuple[Connection | None, int]] = []  # and the request's number
+        self._reloading: asyncio.Task[None] | None = None
         self.table: Mapping[type, Row] = TABLE
         self.recorders = Recorders(self)
         self._uids, self._gids = _controllers(settings)
@@ -163,7 +165,7 @@ class Server:
         self._counts = self.latency.counts
         self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        admin = settings.admin_connections if settings.admin else 0
+        admin = settings.admin_connections * (2 if settings.admin_tcp else 1) if settings.admin else 0
         wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE + admin
         if limit < wanted:
             limit = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
@@ -226,6 +228,7 @@ class Server:
                 raise BadRequest(f"{kind.__name__} with id 0: only Free and Trim may be posted")
             reply = row.handler(self, connection, request, now)
             outcome = "done"
+            act = act and kind is not messages.Reload  # which is told when it is done
         except Refused as refused:
             outcome = type(refused).__name__
             return self._refused(connection, kind, number, refused.code, str(refused))
@@ -849,21 +852,27 @@ class Server:
         """Serves until stopped; returns the exit code."""
         with self.collector:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._keep()), tasks.create_task(self.service.watch(self))]
-                running += [tasks.create_task(self._compact(each)) for each in self.compactors.values()]
+                work = [
+                    ("upkeep", self._keep()),
+                    ("the watch for the service manager", self.service.watch(self)),
+                ]
+                work += [
+                    (f"compaction of pool {name!r}", each.run()) for name, each in self.compactors.items()
+                ]
                 if self.admin is not None:
-                    running.append(tasks.create_task(self.admin.run()))
+                    work.append(("the admin API", self.admin.run()))
+                running = [tasks.create_task(self._guard(what, each)) for what, each in work]
                 await self.stopped.wait()
                 for task in running:
                     task.cancel()
         return self.exit_code
 
-    async def _compact(self, compactor: Compactor) -> None:
+    async def _guard(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """A task of ours: what it raises ends the process, with a last line that says so."""
         try:
-            await compactor.run()
+            await work
         except Exception as error:  # noqa: BLE001 -- whatever it is, the process must end with it
-            message = f"compaction of pool {compactor.hosted.name!r} failed"
-            self.failed(self.loop, {"message": message, "exception": error})
+            self.failed(self.loop, {"message": f"{what} failed", "exception": error})
 
     async def _keep(self) -> None:
         while True:
@@ -1016,27 +1025,52 @@ class Server:
     def hup(self) -> None:
         """SIGHUP: as `reload`; what is wrong is in the log."""
         with contextlib.suppress(BadRequest):
-            self.reload()
+            self.reload(None, 0)
 
-    def reload(self) -> tuple[list[str], list[str]]:
-        """Takes over what may be changed while running: settings that have changed, and those that need a restart.
+    def reload(self, connection: Connection | None, number: int) -> None:
+        """Takes over what may be changed while running, and says then to who asked what has been.
 
-        Raises BadRequest, and changes nothing, where the settings cannot be used.
+        Settings are read in a thread, as users and groups may be looked up far away; one reading at a time.  Who asks
+        meanwhile has the answer of the next one, which begins after that.
         """
         if self.reread is None:
             raise BadRequest("this daemon was not started from settings that could be read again")
-        self.service.reloading()
-        try:
-            return self._reload(self.reread)
-        finally:
-            self.service.reloaded(self)
+        self._reload_asked.append((connection, number))
+        if self._reloading is None:
+            self._reloading = self.loop.create_task(self._guard("a reload", self._reload(self.reread)))
 
-    def _reload(self, reread: Callable[[], config.Settings]) -> tuple[list[str], list[str]]:
+    async def _reload(self, reread: Callable[[], config.Settings]) -> None:
         try:
-            settings = reread()
-        except config.ConfigError as error:
-            log.error("reload_failed", reason=str(error))
-            raise BadRequest(f"settings stay as they are: {error}") from None
+            while self._reload_asked:
+                asked_for, self._reload_asked = self._reload_asked, []
+                self.service.reloading()
+                try:
+                    changed, needs_restart = self._take(await asyncio.to_thread(reread))
+                except config.ConfigError as error:
+                    log.error("reload_failed", reason=str(error))
+                    told = f"settings stay as they are: {error}"
+                    outcome = BadRequest.__name__
+                    replies: list[messages.Reply] = [
+                        self._count_refused(messages.Reload, BadRequest.code, told, number)
+                        for _, number in asked_for
+                    ]
+                else:
+                    outcome = "done"
+                    replies = [messages.Reloaded(number, changed, needs_restart) for _, number in asked_for]
+                finally:
+                    self.service.reloaded(self)
+                for (connection, _), reply in zip(asked_for, replies, strict=True):
+                    if connection is not None:
+                        self.identity.note(
+                            connection.peer, messages.Reload(reply.id), outcome, time.monotonic()
+                        )
+                        if not connection.closed:
+                            connection.send(encode(reply))
+        finally:
+            self._reloading = None
+
+    def _take(self, settings: config.Settings) -> tuple[list[str], list[str]]:
+        """Settings that have changed and hold from now on, and those that need a restart."""
         if self._endpoints and self._endpoints[0].passed:
             settings = msgspec.structs.replace(
                 settings, socket=self.settings.socket

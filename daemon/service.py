@@ -80,7 +80,7 @@ class Service:
         for name in self.store.close():
             log.warning("descriptor_unknown", name=name)
         if self.notifier.enabled:
-            self.notifier.ready(_status(server))
+            self.notifier.ready(_status(server), PATIENCE_SECONDS)
             if self.notifier.failures:
                 log.warning("notify_failed", reason=self.notifier.problem)
 

@@ -720,10 +720,10 @@ def unkeep(server: Server, connection: Connection, m: messages.Unkeep, now: floa
     return messages.Done(m.id)
 
 
-def reload(server: Server, connection: Connection, m: messages.Reload, now: float) -> messages.Reply:
-    """As SIGHUP does."""
-    changed, needs_restart = server.reload()
-    return messages.Reloaded(m.id, changed, needs_restart)
+def reload(server: Server, connection: Connection, m: messages.Reload, now: float) -> messages.Reply | None:
+    """As SIGHUP does; replies when the settings have been read."""
+    server.reload(connection, m.id)
+    return None
 
 
 def record(server: Server, connection: Connection, m: messages.Record, now: float) -> messages.Reply:
@@ -737,7 +737,7 @@ NAMESPACES: Final = 1024
 """Namespaces of one session: one a tenant and adapter it serves, and not one a request."""
 LOST_LEAST: Final = 4
 """Lost sessions that a process may have in any case; beyond, an eighth of all that there may be."""
-EVICT_NS: Final = 2_000_000
+EVICT_NS: Final = 400_000
 """Of one Evict.  Who wants more asks again."""
 EVICT_STEP: Final = 512
 """Tokens between two looks at the time."""

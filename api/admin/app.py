@@ -406,20 +406,26 @@ class Admin:
         guarded.began()
         self.requests += 1
         try:
-            wait = self.door.requests.take(self.door.loop.time())
+            identity: Identity | SourceError
+            try:
+                identity = self._identify(request, guarded)
+            except SourceError as error:
+                identity = error
+            wait = guarded.charge(self.door.loop.time(), known=isinstance(identity, Identity))
             if wait:
                 await asyncio.sleep(wait)
-            response = await self._answer(request, guarded)
+            response = await self._answer(request, identity)
             last = self.door.draining or (guarded.ended_by_peer and not guarded.inner.queued)
+            last = last or guarded.overstayed(self.door.loop.time())
             if last or not await _read_off(request):
                 response.force_close()
             return response
         finally:
             guarded.ended()
 
-    async def _answer(self, request: web.BaseRequest, guarded: Guarded) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, identity: Identity | SourceError) -> web.StreamResponse:
         try:
-            return await self._respond(request, guarded)
+            return await self._respond(request, identity)
         except SourceError as error:
             return self.failure(error.status, error.code, error.message, error.remedy, request)
         except (ConnectionError, asyncio.CancelledError):
@@ -428,11 +434,14 @@ class Admin:
             self._caller.raised(request.path[:100], error)
             return self.failure(500, "internal", "the daemon failed to answer; its log says why", "", request)
 
-    async def _respond(self, request: web.BaseRequest, guarded: Guarded) -> web.StreamResponse:
+    async def _respond(
+        self, request: web.BaseRequest, identity: Identity | SourceError
+    ) -> web.StreamResponse:
         shown = self._routes.get(request.path, {}).get("GET")
         if isinstance(shown, Mounted) and shown.open and request.method in ("GET", "HEAD"):
             return await self._as_it_is(shown)
-        identity = self._identify(request, guarded)
+        if isinstance(identity, SourceError):
+            raise identity
         methods = self._routes.get(request.path)
         if methods is None:
             raise SourceError(

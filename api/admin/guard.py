@@ -9,8 +9,11 @@ A web server trusts its clients' patience too much for a process that owns a GPU
     sending   and the client does not read             send_seconds       cut off
 
 The clock is looked at once a second, so nothing is set and cancelled for each request.  There is room for so many
-connections; who comes beyond is told 503 and closed.  Accepting stops for a moment when descriptors run out, as on the
-engines' socket.  Nothing that a client does here ends the process: what aiohttp raises costs that connection only.
+connections; who comes beyond is told 503 and closed.  Unix sockets and TCP have a `Room` each, with its own count and
+rates, so that who has no token holds up nobody on the machine; and until one on TCP has shown a token, it has
+`STRANGER_SECONDS` where others have more, and shares the rate of its like.  Accepting stops for a moment when
+descriptors run out, as on the engines' socket.  Nothing that a client does here ends the process: what aiohttp raises
+costs that connection only.
 """
 
 from __future__ import annotations
@@ -43,8 +46,16 @@ ACCEPT_BURST: Final = 100.0
 """Connections a second, and at once; who is quicker waits at the door."""
 REQUEST_RATE: Final = 100.0
 REQUEST_BURST: Final = 200.0
-"""Requests a second, and at once, of all clients together: at a fifth of a millisecond each they take a fiftieth of the
-loop, whatever anybody does.  Who is quicker waits for the answer."""
+"""Requests a second, and at once, of all clients of a room together: at a fifth of a millisecond each they take a
+fiftieth of the loop, whatever anybody does.  Who is quicker waits for the answer."""
+
+STRANGER_RATE: Final = 20.0
+STRANGER_BURST: Final = 60.0
+"""The same, of requests without a token that is known: a page's own files are a few."""
+STRANGER_SECONDS: Final = 5.0
+"""To wait and to read, for who has not shown one; an answer later than that is its connection's last."""
+WAIT_MOST: Final = 5.0
+"""Seconds; what was asked by those who have gone meanwhile makes nobody wait longer."""
 
 SO_PEERGROUPS: Final = 59
 GROUPS_MOST: Final = 65536
@@ -71,7 +82,8 @@ class Bucket:
 
     def take(self, now: float) -> float:
         """Takes one; returns the seconds until it may be used, each caller's behind the one before."""
-        self._level = min(self._burst, self._level + (now - self._at) * self._rate) - 1.0
+        level = min(self._burst, self._level + (now - self._at) * self._rate) - 1.0
+        self._level = max(level, -WAIT_MOST * self._rate)
         self._at = now
         return max(0.0, -self._level / self._rate)
 
@@ -83,6 +95,15 @@ class Caller(Protocol):
     def cut(self, reason: str) -> None: ...
     def raised(self, where: str, error: BaseException) -> None: ...
     def accept_failed(self, reason: str) -> None: ...
+
+
+class Room:
+    """What the connections of one kind of listening sockets share."""
+
+    def __init__(self, now: float) -> None:
+        self.requests = Bucket(REQUEST_RATE, REQUEST_BURST, now)
+        self.strangers = Bucket(STRANGER_RATE, STRANGER_BURST, now)
+        self.accepts = Bucket(ACCEPT_RATE, ACCEPT_BURST, now)
 
 
 class Door:
@@ -110,11 +131,10 @@ class Door:
         self.send_seconds = send_seconds
         self.draining = False
         now = loop.time()
-        self.requests = Bucket(REQUEST_RATE, REQUEST_BURST, now)
-        self._accepts = Bucket(ACCEPT_RATE, ACCEPT_BURST, now)
+        self._unix, self._tcp = Room(now), Room(now)
         self.connections: dict[Any, Guarded] = {}  # by aiohttp's protocol, as requests know it
         self._listeners: dict[int, socket.socket] = {}
-        self._joining: set[asyncio.Task[Any]] = set()
+        self._joining: dict[asyncio.Task[Any], Room] = {}
         self._closed = False
 
     def listen(self, listener: socket.socket) -> None:
@@ -122,7 +142,12 @@ class Door:
         self._listeners[listener.fileno()] = listener
         self.loop.add_reader(listener.fileno(), self._accept, listener)
 
+    def _taken(self, room: Room) -> int:
+        inside = sum(each.room is room for each in self.connections.values())
+        return inside + sum(each is room for each in self._joining.values())
+
     def _accept(self, listener: socket.socket) -> None:
+        room = self._unix if listener.family == socket.AF_UNIX else self._tcp
         for _ in range(ACCEPTS):
             try:
                 sock, _ = listener.accept()
@@ -135,17 +160,17 @@ class Door:
                 self.loop.call_later(0.5, self._accept_again, listener)
                 return
             sock.setblocking(False)
-            wait = self._accepts.take(self.loop.time())
+            wait = room.accepts.take(self.loop.time())
             if wait:
                 # This one comes in; the next ones wait in the socket's backlog.
                 self.loop.remove_reader(listener.fileno())
                 self.loop.call_later(wait, self._accept_again, listener)
-            if len(self.connections) + len(self._joining) >= self.most:
+            if self._taken(room) >= self.most:
                 self.caller.refused()
                 _turn_away(sock)
             else:
-                task = self.loop.create_task(self._join(sock))
-                self._joining.add(task)
+                task = self.loop.create_task(self._join(sock, room))
+                self._joining[task] = room
                 task.add_done_callback(self._joined)
             if wait:
                 return
@@ -154,14 +179,16 @@ class Door:
         if listener.fileno() in self._listeners and not self._closed:
             self.loop.add_reader(listener.fileno(), self._accept, listener)
 
-    async def _join(self, sock: socket.socket) -> None:
+    async def _join(self, sock: socket.socket, room: Room) -> None:
         try:
-            await self.loop.connect_accepted_socket(lambda: Guarded(self), sock)
+            await self.loop.connect_accepted_socket(
+                lambda: Guarded(self, room, known=room is self._unix), sock
+            )
         except OSError:
             sock.close()
 
     def _joined(self, task: asyncio.Task[Any]) -> None:
-        self._joining.discard(task)
+        self._joining.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             self.caller.raised("accept", task.exception() or RuntimeError())
 
@@ -237,8 +264,11 @@ class Http(RequestHandler):
 class Guarded(asyncio.Protocol):
     """One connection: passes all on to aiohttp's protocol, and knows what it waits for."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, room: Room, *, known: bool) -> None:
         self.door = door
+        self.room = room
+        self.known = known
+        self.made = door.loop.time()
         self.inner = Http(door.server, loop=door.loop, **door.options)
         self.ended_by_peer = False
         self.transport: asyncio.Transport | None = None
@@ -299,6 +329,15 @@ class Guarded(asyncio.Protocol):
             self._identity = Identity(how="unix", pid=pid, uid=uid, gid=gid, groups=_groups_of(sock))
         return self._identity
 
+    def charge(self, now: float, *, known: bool) -> float:
+        """Of a request by one that is known, or is not: seconds until it may be answered."""
+        self.known = self.known or known
+        return (self.room.requests if known else self.room.strangers).take(now)
+
+    def overstayed(self, now: float) -> bool:
+        """It has been here for a while, and not said who it is."""
+        return not self.known and now - self.made > STRANGER_SECONDS
+
     def began(self) -> None:
         """A request's head has been read, and its handler runs."""
         self.handling += 1
@@ -327,6 +366,7 @@ class Guarded(asyncio.Protocol):
     def look(self, now: float) -> None:
         """Cuts it off where it has taken too long."""
         door, transport = self.door, self.transport
+        most = door.idle_seconds if self.known else STRANGER_SECONDS
         if transport is None:
             return
         if transport.is_closing():
@@ -339,9 +379,9 @@ class Guarded(asyncio.Protocol):
             return
         elif self.ended_by_peer and not self.inner.busy:
             transport.close()
-        elif self._reading and now - self._since > door.read_seconds:
+        elif self._reading and now - self._since > min(door.read_seconds, most):
             self._cut("has not sent a whole request")
-        elif not self._reading and now - self._since > door.idle_seconds:
+        elif not self._reading and now - self._since > most:
             self.abort()
 
     def _cut(self, reason: str) -> None:

@@ -7,17 +7,18 @@ import json
 import os
 import re
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvslot.api.admin import SourceError, TokenError, read_tokens
+from kvslot.api.admin import SourceError, TokenError, guard, read_tokens
 from kvslot.api.admin.auth import by_token, check_host, check_origin, host_of
 from kvslot.daemon import config
 
 from ..tools.daemon import Running, configuration, running
-from .http import Client
+from .http import Client, connect, gone
 
 VIEW = "view-0123456789abcdef"
 ACT = "act-0123456789abcdef0"
@@ -278,3 +279,40 @@ def tcp_of(daemon: Running) -> tuple[str, int]:
     line = next(line for line in daemon.text().splitlines() if '"admin_ready"' in line)
     host, _, port = json.loads(line)["tcp"].rpartition(":")
     return host, int(port)
+
+
+def test_strangers_on_tcp_lock_nobody_out(tmp_path: Path) -> None:
+    """Connections without a token fill their own room, and are closed soon; the Unix socket has its own."""
+    hasty = "from kvslot.api.admin import guard; guard.STRANGER_SECONDS = 0.5"
+    file = write(tmp_path / "v", VIEW)
+    with running(first=hasty, admin_tcp="127.0.0.1:0", admin_token_file=file, admin_connections=4) as daemon:
+        where = tcp_of(daemon)
+        held = [connect(where) for _ in range(20)]
+        try:
+            deadline = time.monotonic() + 20
+            while '"admin_refused"' not in daemon.text():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            for _ in range(3):
+                with Client(daemon.socket.with_name("admin.sock")) as client:
+                    assert client.get("/healthz").status == 200
+            for sock in held:
+                gone(sock)
+        finally:
+            for sock in held:
+                sock.close()
+        with Client(where, {"Authorization": f"Bearer {VIEW}"}) as client:
+            assert client.get("/healthz").status == 200
+            made = time.monotonic()
+            while time.monotonic() - made < 3.0:  # beyond what strangers have
+                time.sleep(0.1)
+            assert client.get("/healthz").status == 200
+
+
+def test_requests_are_charged_to_those_who_ask() -> None:
+    """Who has no token waits behind its like, 5 s at most, and those who have one do not wait for them."""
+    room = guard.Room(0.0)
+    waits = [room.strangers.take(0.0) for _ in range(10_000)]
+    assert waits[0] == 0.0
+    assert 0.0 < waits[-1] <= guard.WAIT_MOST
+    assert room.requests.take(0.0) == 0.0

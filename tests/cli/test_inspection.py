@@ -12,7 +12,7 @@ from kvslot.allocator import Admitted, Later, Pool, PoolConfig, Space, State
 from kvslot.api.wire import BadRequest, NotFound, messages
 from kvslot.daemon import inspection
 
-from ..core.tools import admit, cache, fresh, make, root, toks
+from ..core.tools import admit, cache, fork, fresh, make, root, toks
 from ..simulation.driver import Driver
 from .views import View, listed, made, pages, view_of
 
@@ -317,3 +317,22 @@ def test_what_there_is_not_is_refused_by_name() -> None:
             except BadRequest:
                 continue
             assert not following or following > cursor
+
+
+def test_the_map_lists_once_what_forks_share() -> None:
+    """However many sequences hold a range, and whoever of them ends, the map's slots add up to those in use."""
+    pool = make()
+    session = pool.open_session()
+    parent = admit(pool, session, fresh(11, 1))
+    pool.wrote(session, parent.sequence, 11)
+    children = [fork(pool, session, parent.sequence) for _ in range(3)]
+    view = view_of(default=pool)
+
+    def listed_slots() -> int:
+        return sum(sum(row["extents"][1::2]) for row in listed("map", view, 1))
+
+    used = pool.slots - pool.ledger.counts[State.FREE]
+    assert listed_slots() == used
+    pool.free(session, parent.sequence)
+    pool.free(session, children[0].sequence)
+    assert listed_slots() == pool.slots - pool.ledger.counts[State.FREE]

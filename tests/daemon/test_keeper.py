@@ -8,6 +8,7 @@ from kvslot.api.client.control import Control
 from kvslot.api.wire import NotFound
 from kvslot.api.wire.messages import Allocate, Audit, Bye, Commit, Evict, Free, Inspect, Namespace
 
+from ..admin.http import Client
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
 
@@ -46,3 +47,20 @@ def test_a_kept_prefix_stays_until_it_is_let_go() -> None:
             assert not wire.call(Inspect, "pins").rows
             assert not wire.call(Audit).faults
             wire.call(Evict, 1)
+
+
+def test_the_keepers_own_session_is_none_of_the_gauge() -> None:
+    """`kvslot_pool_sessions` counts clients' sessions: one that holds operators' pins is nobody's."""
+    prompt = tokens(40)
+    with running() as daemon:
+        with Wire(daemon.socket) as wire:
+            welcome = wire.hello("engine", namespace=Namespace(tenant="a"))
+            wire.call(Allocate, welcome.namespace, 1, prompt)
+            wire.call(Commit, 1, 40, b"")
+            wire.call(Free, 1)
+            wire.call(Bye)
+        with Control(str(daemon.socket)) as control:
+            control.keep(namespace=Namespace(tenant="a"), tokens=prompt)
+        with Client(daemon.socket.with_name("admin.sock")) as client:
+            told = client.get("/metrics").body.decode()
+        assert 'kvslot_pool_sessions{pool="default"} 0.0' in told

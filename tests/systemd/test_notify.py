@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvslot.daemon.notify import NAME_BYTES, STORED_MAX, Notifier, Store
+from kvslot.daemon.notify import DESCRIPTORS_MAX, NAME_BYTES, STORED_MAX, Notifier, Store
 
 from .supervisor import LAUNCH
 
@@ -348,3 +348,38 @@ def test_more_promised_than_passed() -> None:
     answer = taken("pool", [made], LISTEN_FDS="40")
     assert answer["inherited"] == {"pool": [3]}
     os.close(made)
+
+
+def full(notifier: Notifier) -> None:
+    """From here on the manager has no room."""
+    while not notifier._queue:
+        notifier.extend(1.0)
+
+
+def test_only_the_first_ready_waits(
+    manager: Manager, notifier: Notifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a manager does not read, the end of a reload is queued at once; nothing sleeps on the loop."""
+    full(notifier)
+
+    def slept(seconds: float) -> None:
+        raise AssertionError(seconds)
+
+    monkeypatch.setattr("time.sleep", slept)
+    notifier.reloading()
+    notifier.ready("serves")
+    assert [each.text.partition(b"\n")[0] for each in notifier._queue][-2:] == [b"RELOADING=1", b"READY=1"]
+    with pytest.raises(AssertionError):
+        notifier.ready("serves", 1.0)
+
+
+def test_descriptors_that_wait_are_few(manager: Manager, notifier: Notifier) -> None:
+    """A manager that does not read makes us keep copies of a few descriptors; beyond, who wants more is told no."""
+    full(notifier)
+    store = Store(notifier)
+    before = descriptors()
+    kept = sum(store.keep(f"s{number}", 0) for number in range(200))
+    assert kept == DESCRIPTORS_MAX
+    assert len(descriptors()) <= len(before) + DESCRIPTORS_MAX
+    assert notifier.failures == 200 - kept
+    assert "wait for a manager" in notifier.problem
