@@ -196,7 +196,7 @@ def test_status_says_how_full_each_pool_is(tmp_path: Path, show: Shown) -> None:
     with served(tmp_path / "k.sock", view):
         out = show("status")
         assert "draining, ends in 12 s at most" in " ".join(out.split())
-        assert re.search(r"up for 1 min 1\d s", " ".join(out.split()))
+        assert re.search(r"up for \d+ (min|h) ", " ".join(out.split()))
         assert re.search(r"default .* 16 ", out)
         assert re.search(r"other .* 0 % ", out)
         assert "other" not in show("status", "--pool", "default")
@@ -205,7 +205,7 @@ def test_status_says_how_full_each_pool_is(tmp_path: Path, show: Shown) -> None:
         assert document["status"]["state"] == "draining"
         assert document["status"]["drain_left_s"] == 12.5
         view.drain_left = None
-        assert re.search(r"running for 1 min [1-5]\d s", show("status"))
+        assert re.search(r"running for \d+ (min|h) ", show("status"))
 
 
 def test_clients_are_listed_with_what_is_wrong_with_them(tmp_path: Path, show: Shown) -> None:
