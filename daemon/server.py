@@ -1329,10 +1329,26 @@ async def _serve(
         if server.admin is not None:
             await server.admin.close()
         server.close()
+        _end_signals(loop)
     server.identity.tell(math.inf)
     logs.tell_suppressed(log)
     log.info("ended", code=code)
     return code
+
+
+def _end_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Who says it once more to a daemon that has ended gets its exit code, not a process killed on its way out.
+
+    The loop's end would give the signals back to what kills; none may come between that and this.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _find(warm: Warm, settings: config.PoolSettings) -> Kept | str:
