@@ -298,27 +298,36 @@ def measure_record(bench: Bench) -> list[Result]:
                         taken.append((cpu_s(recorder.process.pid) - of_recorder) / size.seconds)
                         told.append(recorder.end())
                 (without if recorder is None else beside).append(seen)
-    both = Both(beside, without)
-    samples = sum(each.samples for each in beside)
     lost = sum(each["lost_requests"] for each in told)
     recorded = sum(each["requests"] for each in told)
     return [
-        result(
-            f"record_{name.removesuffix('_us')}_ratio", both.ratio(name), unit="x", ratio_to="without a recording",
-            what=f"8 clients, 10k/s, while recorded: {label}", samples=samples, note=both.spread(name),
-        )
-        for name, label in (
-            ("p50", "median"), ("p99", "99th percentile"), ("cpu_us", "CPU time of kvslotd by operation")
-        )
-    ] + [
-        us("record_us_p99", "8 clients, 10k/s, while recorded: 99th percentile", middle(beside, "p99"), samples),
-        us("record_without_us_p99", "... and without", middle(without, "p99"), samples),
-        us("record_cpu_us", "CPU time of kvslotd by operation, while recorded", middle(beside, "cpu_us"), samples),
-        us("record_without_cpu_us", "... and without", middle(without, "cpu_us"), samples),
+        *_beside("record", "while recorded", "without a recording", beside, without),
         result(
             "record_recorder_cpu", 100 * statistics.median(taken), unit="%", what="of a processor, for the recorder",
             samples=len(taken), note=f"{recorded:,} requests recorded, {lost:,} lost",
         ),
+    ]  # fmt: skip
+
+
+def _beside(
+    group: str, how: str, versus: str, with_it: list[Figures], without: list[Figures]
+) -> list[Result]:
+    """Eight clients on a timetable with something beside them and without it: ratios, and what they are of."""
+    both = Both(with_it, without)
+    samples = sum(each.samples for each in with_it)
+    shown = (("p50", "median"), ("p99", "99th percentile"), ("cpu_us", "CPU time of kvslotd by operation"))
+    return [
+        *(
+            result(
+                f"{group}_{name.removesuffix('_us')}_ratio", both.ratio(name), unit="x", ratio_to=versus,
+                what=f"8 clients, 10k/s, {how}: {label}", samples=samples, note=both.spread(name),
+            )
+            for name, label in shown
+        ),
+        us(f"{group}_us_p99", f"8 clients, 10k/s, {how}: 99th percentile", middle(with_it, "p99"), samples),
+        us(f"{group}_without_us_p99", "... and without", middle(without, "p99"), samples),
+        us(f"{group}_cpu_us", f"CPU time of kvslotd by operation, {how}", middle(with_it, "cpu_us"), samples),
+        us(f"{group}_without_cpu_us", "... and without", middle(without, "cpu_us"), samples),
     ]  # fmt: skip
 
 
@@ -355,22 +364,7 @@ def measure_journal(bench: Bench) -> list[Result]:
                     before = cpu_s(pid)
                     found = load.run(size.seconds)
                     rounds.append(figures(found, SAMPLED, cpu_s(pid) - before))
-    both = Both(journaled, plain)
-    samples = sum(each.samples for each in journaled)
-    return [
-        result(
-            f"journal_{name.removesuffix('_us')}_ratio", both.ratio(name), unit="x", ratio_to="without a journal",
-            what=f"8 clients, 10k/s, journaled: {label}", samples=samples, note=both.spread(name),
-        )
-        for name, label in (
-            ("p50", "median"), ("p99", "99th percentile"), ("cpu_us", "CPU time of kvslotd by operation")
-        )
-    ] + [
-        us("journal_us_p99", "8 clients, 10k/s, journaled: 99th percentile", middle(journaled, "p99"), samples),
-        us("journal_without_us_p99", "... and without", middle(plain, "p99"), samples),
-        us("journal_cpu_us", "CPU time of kvslotd by operation, journaled", middle(journaled, "cpu_us"), samples),
-        us("journal_without_cpu_us", "... and without", middle(plain, "cpu_us"), samples),
-    ]  # fmt: skip
+    return _beside("journal", "journaled", "without a journal", journaled, plain)
 
 
 def measure_page(bench: Bench) -> list[Result]:

@@ -150,10 +150,15 @@ def several(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`--json [FILE]`: machine-readable output, on stdout without FILE."""
+def takes_file(option: argparse.Action) -> None:
+    """Shells complete what comes behind it as the name of a file."""
     import shtab
 
+    option.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+
+
+def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """`--json [FILE]`: machine-readable output, on stdout without FILE."""
     option = parser.add_argument(
         "--json",
         nargs="?",
@@ -162,7 +167,7 @@ def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write the result as JSON, to FILE or (instead of the table) to stdout",
     )
-    option.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+    takes_file(option)
 
 
 def check_writable(where: str | None) -> None:

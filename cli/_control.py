@@ -40,8 +40,6 @@ def add_command(
     pool: bool = True,
 ) -> argparse.ArgumentParser:
     """A command with --socket, --json and, where it asks about one, --pool."""
-    import shtab
-
     parser = subparsers.add_parser(
         name,
         help=words,
@@ -51,7 +49,7 @@ def add_command(
     )
     parser.set_defaults(handler=handler)
     socket = parser.add_argument("--socket", default="", metavar="PATH", help=SOCKET_HELP)
-    socket.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+    _common.takes_file(socket)
     if pool:
         parser.add_argument("--pool", default="", metavar="NAME", help=pool_help(name))
     _common.add_json(parser)

@@ -43,22 +43,20 @@ REQUESTS: Final = 20_000
 
 def add(subparsers: _common.Subparsers) -> None:
     """Describe the command."""
-    import shtab
-
     parser = _control.add_command(
         subparsers, "advise", "say which settings a load would want", DESCRIPTION, EXAMPLES, run
     )
     trace = parser.add_argument(
         "trace", nargs="?", metavar="TRACE", help="a .kvs.gz file, or the name of a bundled trace"
     )
-    trace.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+    _common.takes_file(trace)
     live = parser.add_argument_group("the load of now")
     live.add_argument("--live", action="store_true", help="record a running daemon first, in place of TRACE")
     live.add_argument(
         "--for", dest="seconds", type=duration, metavar="TIME", help="--live: how long: 90s, 10m, 2h (60s)"
     )
     keep = live.add_argument("--keep", metavar="FILE", help="--live: keep the trace in this file")
-    keep.complete = shtab.FILE  # type: ignore[attr-defined]
+    _common.takes_file(keep)
     now = parser.add_argument_group(
         "the present settings", "where the trace does not say, or others are meant"
     )

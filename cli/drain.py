@@ -15,7 +15,7 @@ DESCRIPTION: Final = """\
 End the daemon as SIGTERM does: no new sessions and no new work, clients are told, and when the last running sequence
 has ended, or the time is over, the daemon ends. Meanwhile `kvslotctl status` says how long is left and `kvslotctl
 clients` who still runs what. This command comes back at once, or with --wait when the daemon has ended. What is cached
-is lost with it, unless a service manager starts it again and keeps its memory meanwhile."""
+is lost with it: of a daemon that ended as told to nothing is kept. `systemctl restart` keeps it."""
 
 EXAMPLES: Final = """\
   kvslotctl drain                              running sequences have drain_seconds

@@ -33,8 +33,6 @@ _NUMBER: Final = re.compile(r"-?\d+")
 
 def add(subparsers: _common.Subparsers) -> None:
     """Describe the command."""
-    import shtab
-
     parser = _control.add_command(
         subparsers, "pin", "keep a cached prefix, or list what is kept", DESCRIPTION, EXAMPLES, run
     )
@@ -46,7 +44,7 @@ def add(subparsers: _common.Subparsers) -> None:
         metavar="FILE",
         help="token ids as text (JSON or one after the other); - is standard input",
     )
-    tokens.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+    _common.takes_file(tokens)
     for name in ("tenant", "model", "adapter", "salt"):
         by.add_argument(f"--{name}", default="", metavar="NAME", help=f"{name} of the namespace ('')")
 

@@ -53,13 +53,11 @@ LEAST_BYTES: Final = 1 << 20
 
 def add(subparsers: _common.Subparsers) -> None:
     """Describe the command."""
-    import shtab
-
     parser = _control.add_command(
         subparsers, "record", "record the live load as a trace", DESCRIPTION, EXAMPLES, run
     )
     out = parser.add_argument("out", metavar="FILE", help="the trace, by custom NAME.kvs.gz")
-    out.complete = shtab.FILE  # type: ignore[attr-defined]  # shtab looks for it on the action
+    _common.takes_file(out)
     parser.add_argument(
         "--for",
         dest="seconds",
@@ -73,7 +71,7 @@ def add(subparsers: _common.Subparsers) -> None:
     values = parser.add_argument(
         "--values", metavar="FILE", help="write the token ids, too: to this file, which only you can read"
     )
-    values.complete = shtab.FILE  # type: ignore[attr-defined]
+    _common.takes_file(values)
     parser.add_argument(
         "--wait",
         type=duration,

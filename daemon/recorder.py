@@ -91,16 +91,15 @@ class Recorder:
 
     def asked(self, member: Member, m: messages.Allocate, reply: object, now: float) -> None:
         """After an Allocate."""
-        kind = type(reply)
-        if kind is messages.Later:
-            ticket: int = reply.ticket  # type: ignore[attr-defined]
+        if isinstance(reply, messages.Later):
             if len(self._waiting) < WAITING_MOST:
-                self._waiting.setdefault(ticket, now)
+                self._waiting.setdefault(reply.ticket, now)
             return
         at = self._waiting.pop(m.ticket, now) if m.ticket else now
-        if kind is messages.Never:
+        if isinstance(reply, messages.Never):
             self.never += 1
             return
+        assert isinstance(reply, messages.Admitted)
         entry = member.sequences[m.sequence]
         if entry.request is not m:
             return  # the same request again: it runs already
@@ -118,9 +117,8 @@ class Recorder:
         if running is None:
             running = self._running[number] = set()
         running.add(handle)
-        hit: int = reply.hit  # type: ignore[attr-defined]
         self._events.append(
-            ("begun", handle, at, number, self._space(m.namespace), len(tokens) >> 2, hit, tokens)
+            ("begun", handle, at, number, self._space(m.namespace), len(tokens) >> 2, reply.hit, tokens)
         )
 
     def told(self, member: Member, m: messages.Commit) -> None:

@@ -662,6 +662,8 @@ class Server:
         """Bye: nothing more comes from this connection."""
         connection.member = None
         member.connection = None
+        if member.hosted.journal is not None:
+            member.hosted.journal.over(member)
         self.totals.left += 1
         sparing(log, "session_ended", SESSION_LINES, session=member.number, reason="bye")
         self._start_sweep()
@@ -707,6 +709,8 @@ class Server:
     def proven_gone(self, member: Member) -> None:
         """Nothing of the session's process can touch the pool any more."""
         if member.session.life == Life.LOST and not member.session.proven:
+            if member.hosted.journal is not None:
+                member.hosted.journal.over(member)
             member.hosted.core.gone(member.session)
         self._start_sweep()
 

@@ -28,7 +28,7 @@ FOLDER: Final = Path(__file__).parent / "man"
 SOCKET_TEXT: Final = """\
 The daemon's socket, unless --socket says otherwise."""
 FILES: Final = (
-    ("/etc/kvslot/kvslot.toml", "where packages and units keep the configuration; nothing is read unless it is named"),
+    ("/etc/kvslot/NAME.toml", "the configuration of the unit kvslotd@NAME; nothing is read unless it is named"),
     ("/run/kvslot/kvslot.sock", "the socket, for root and where there is no XDG_RUNTIME_DIR"),
     ("/run/kvslot/kvslot.sock.lock", "whose socket it is: held by the daemon, and left behind"),
     ("$XDG_RUNTIME_DIR/kvslot/kvslot.sock", "the socket of a user's own daemon"),

@@ -33,7 +33,7 @@ from kvslot.daemon.journal.columns import (
     SPACES_USED,
     Columns,
 )
-from kvslot.daemon.journal.writer import ENTRY, HOLDS, SUM, Session
+from kvslot.daemon.journal.writer import ENTRY, HOLDS, OVER, SUM, Session
 
 
 class Found(NamedTuple):
@@ -85,11 +85,12 @@ def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int]]:
         ):
             continue
         entries[number] = index
+        holds = int.from_bytes(entry[8 * HOLDS : 8 * HOLDS + 8], "little")
         sessions.append(
             Session(
                 number=number, boot=boot, pid=pid, uid=uid, gid=gid, birth=birth, secret=secret,
                 name=name.rstrip(b"\0").decode(errors="ignore"), group=group, mapped=bool(maps), mark=mark,
-                holds=bool(int.from_bytes(entry[8 * HOLDS : 8 * HOLDS + 8], "little")),
+                holds=bool(holds), over=holds == OVER,
             )
         )  # fmt: skip
     sessions.sort(key=lambda each: each.number)

@@ -49,7 +49,7 @@ def take_over(
     `lives`: whether a session's process may still be there; False is proof that it is not.
     """
     found = read(columns, pool.unit)
-    living = [each for each in found.sessions if lives(each)]
+    living = [each for each in found.sessions if not each.over and lives(each)]
     alive = {each.number for each in living}
     known = {each.number: each for each in found.sessions}
     groups: dict[int, list[int]] = {}

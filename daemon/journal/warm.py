@@ -24,6 +24,7 @@ import gc
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import time
 from itertools import islice
@@ -56,6 +57,10 @@ SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 """That memory of ours has; without them a client could pull it from under us."""
 LOOKS: Final = 16
 """At processes that cannot be watched, each time that upkeep comes: some ten microseconds each."""
+
+
+_NUMBER: Final = re.compile("[1-9][0-9]{0,9}")
+"""Of a session, as this daemon writes one (NUMBER_MOST): what else bears such a name is none of ours."""
 
 
 class Kept(NamedTuple):
@@ -116,6 +121,10 @@ class Journaled:
             member.holds = False
             self.writer.session_holds(member.number, False)
 
+    def over(self, member: Member) -> None:
+        """A session uses nothing any more: whoever finds it here need not ask for its process."""
+        self.writer.session_over(member.number)
+
     def forgotten(self, member: Member) -> bool:
         """A session has ended and holds nothing; true where that ends what was held for all of earlier boots."""
         self.writer.session_closed(member.number)
@@ -155,7 +164,7 @@ class Warm:
         self._kept: dict[str, tuple[list[int], list[int]]] = {}
         for name in list(store.inherited):
             kind, _, key = name.partition("-")
-            if kind == "session" and key.isdecimal():
+            if kind == "session" and _NUMBER.fullmatch(key):
                 self._pidfds[int(key)] = store.pop(name)
             elif kind in ("pool", "journal") and key:
                 both = self._kept.setdefault(key, ([], []))
@@ -300,6 +309,8 @@ class Warm:
             sessions=len(takeover.living),
             seconds=round(time.perf_counter() - began, 3),
         )
+        if restored.aside and takeover.everybody is None:
+            log.info("restart_settled", pool=name)
 
     def _lives(self, session: Session) -> bool:
         """Whether a session's process may be there: what cannot be looked at may.  It is watched from here on."""

@@ -47,6 +47,8 @@ PLACE_MOST: Final = 1 << PLACES
 ENTRY: Final = struct.Struct("<QQQQqIIII16s24s")
 """number, boot, birth, group, pid, uid, gid, mapped, mark, secret, name; a word `holds`; the sum of all before that."""
 HOLDS: Final = ENTRY.size // 8
+OVER: Final = 2
+"""What `holds` says of a session that is over, while what it held is being put away."""
 SUM: Final = ENTRY.size + 8
 
 MARKED: Final = tuple(bytes([mark]) for mark in range(MARKS))
@@ -70,6 +72,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     mark: int = 0  # in `whose`, given by the journal
     mapped: bool = True  # whether it has ever been given the pool's memory
     holds: bool = True  # whether it may use slots, of its own or cached
+    over: bool = False  # it said so, or its process was proven gone: it uses nothing any more, living or not
 
 
 class Writer(States):
@@ -259,6 +262,12 @@ class Writer(States):
         index = self._entry_of.get(number)
         if index is not None:
             self._session_words[SESSION_BYTES * index // 8 + HOLDS] = int(holds)
+
+    def session_over(self, number: int) -> None:
+        """It uses nothing any more, whatever it still holds: to be said before it is told so."""
+        index = self._entry_of.get(number)
+        if index is not None:
+            self._session_words[SESSION_BYTES * index // 8 + HOLDS] = OVER
 
     def session_closed(self, number: int) -> None:
         """It has ended, and all that it held is free."""

@@ -9,20 +9,25 @@ from kvslot.api.wire import NotFound
 from kvslot.api.wire.messages import Allocate, Audit, Bye, Commit, Evict, Free, Inspect, Namespace
 
 from ..admin.http import Client
-from ..tools.daemon import running
+from ..tools.daemon import Running, running
 from ..tools.wire import Wire, tokens
+
+
+def cached(daemon: Running, prompt: bytes) -> None:
+    """An engine that computed this, published it, and has gone."""
+    with Wire(daemon.socket) as wire:
+        welcome = wire.hello("engine", namespace=Namespace(tenant="a"))
+        wire.call(Allocate, welcome.namespace, 1, prompt)
+        wire.call(Commit, 1, len(prompt) // 4, b"")
+        wire.call(Free, 1)
+        wire.call(Bye)
 
 
 def test_a_kept_prefix_stays_until_it_is_let_go() -> None:
     """Evicting everything spares what is kept, by tokens or by node; afterwards it goes like all else."""
     prompt = tokens(100)
     with running() as daemon:
-        with Wire(daemon.socket) as wire:
-            welcome = wire.hello("engine", namespace=Namespace(tenant="a"))
-            wire.call(Allocate, welcome.namespace, 1, prompt)
-            wire.call(Commit, 1, 100, b"")
-            wire.call(Free, 1)
-            wire.call(Bye)
+        cached(daemon, prompt)
         with Control(str(daemon.socket)) as control:
             pinned = control.keep(namespace=Namespace(tenant="a"), tokens=prompt[: 4 * 40])
             assert pinned.length == 40
@@ -53,12 +58,7 @@ def test_the_keepers_own_session_is_none_of_the_gauge() -> None:
     """`kvslot_pool_sessions` counts clients' sessions: one that holds operators' pins is nobody's."""
     prompt = tokens(40)
     with running() as daemon:
-        with Wire(daemon.socket) as wire:
-            welcome = wire.hello("engine", namespace=Namespace(tenant="a"))
-            wire.call(Allocate, welcome.namespace, 1, prompt)
-            wire.call(Commit, 1, 40, b"")
-            wire.call(Free, 1)
-            wire.call(Bye)
+        cached(daemon, prompt)
         with Control(str(daemon.socket)) as control:
             control.keep(namespace=Namespace(tenant="a"), tokens=prompt)
         with Client(daemon.socket.with_name("admin.sock")) as client:

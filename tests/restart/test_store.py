@@ -96,6 +96,20 @@ def test_what_is_there_twice_is_kept_once() -> None:
         manager.wait(lambda: sorted(manager.stored.values()) == [1, 1])
 
 
+@pytest.mark.parametrize("name", ["session-" + "9" * 24, "session-\u0663", "pool-", "x"])
+def test_a_name_that_is_none_of_ours_ends_no_start(name: str) -> None:
+    """Whatever else is in the store, what is ours is taken over."""
+    with kept([{"blocks": 33}]) as daemon:
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+        manager = daemon.manager
+        manager.wait(lambda: len(manager.store) == 2)
+        manager.store.append((name, os.memfd_create("stray"), False))
+        manager.kill()
+        with Client(str(daemon.socket)) as client:
+            assert client.probe(PROMPT) == len(PROMPT) - 1
+
+
 def test_another_process_proves_nothing() -> None:
     """A pidfd that is another process's, dead as that may be, does not say that a living engine is gone."""
     with kept([{"blocks": 33}]) as daemon, Client(str(daemon.socket)) as client:
@@ -115,6 +129,21 @@ def test_another_process_proves_nothing() -> None:
         with Wire(daemon.socket) as control:
             assert [row["state"] for row in rows(control, "sessions")] == ["lost"]
             assert rows(control, "pools")[0]["quarantined"] == held_by.capacity
+
+
+def test_who_said_goodbye_is_not_waited_for() -> None:
+    """A daemon that dies before it has put away what a session held still knows that it was over."""
+    with kept([{"blocks": 33}]) as daemon:
+        manager = daemon.manager
+        command = manager.command[1:3]
+        manager.command[1:3] = ["-Ic", UNSWEPT]
+        manager.kill()
+        with Client(str(daemon.socket)) as client:
+            fill(client, PROMPT)
+            client.admit(list(range(500, 600)))
+        manager.command[1:3] = command
+        manager.kill()
+        _nothing_is_held(daemon)
 
 
 def test_an_engine_that_never_asked_holds_nothing_up() -> None:
@@ -277,6 +306,17 @@ from kvslot.daemon.main import main
 raise SystemExit(main())
 """
 """A start that has filled its pools, and goes on once all those that lived then are dead."""
+
+UNSWEPT = """
+import sys
+from kvslot.daemon.server import Server
+
+Server._sweep = lambda self: None
+sys.argv[0] = "kvslotd"
+from kvslot.daemon.main import main
+raise SystemExit(main())
+"""
+"""One that puts nothing away of sessions that are over."""
 
 BLIND = """
 import errno, os, sys
