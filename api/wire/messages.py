@@ -633,6 +633,8 @@ class Reloaded(Message, frozen=True, tag=101):
     id: int
     changed: list[str]
     needs_restart: list[str]
+    taken: list[str] = []  # what is new of it
+    failed: list[str] = []  # what cannot be had, and what to do
 
 
 Reply = (
