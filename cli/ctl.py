@@ -19,7 +19,7 @@ from kvslot.cli import _common, completion
 
 COMMANDS: Final = (
     "status", "top", "doctor", "clients", "tenants", "tickets", "map", "tree", "frag", "latency", "settings", "set",
-    "reload", "evict", "pin", "unpin", "defrag", "audit", "drain",
+    "reload", "evict", "pin", "unpin", "defrag", "audit", "drain", "docs",
     "record", "replay", "advise", "bench",
 )  # fmt: skip
 """Modules of this room, in the order of the help."""
@@ -33,6 +33,7 @@ EPILOG: Final = f"""\
 examples:
   kvslotctl status                             is the daemon there, and how full is it
   kvslotctl doctor                             what is wrong with it, and what to do
+  kvslotctl docs operations                    what to do, by symptom; kvslotctl docs lists all pages
   kvslotctl top                                what it does, live
   kvslotctl map                                its blocks as a picture
   kvslotctl replay --demo                      what slots, sharing and one pool are worth, a minute or two

@@ -34,6 +34,8 @@ ARROWS: dict[str, set[str]] = {
     "benchmarks": {"allocator", "defrag", "api", "daemon", "replay"},
     "systemd": set(),
 }
+PAGES = ["docs", "examples"]
+"""No rooms, but in the wheel as well: for who has nothing else on the host."""
 FACES_ONLY = {"engines", "cli"}
 
 # The core answers at once and the same way each time: it reads no clock, draws no number, logs, opens and waits for
@@ -246,9 +248,11 @@ def test_every_room_is_linked_packaged_and_checked() -> None:
     include = settings["tool"]["pyright"]["include"]
 
     assert links == {room: f"../../{room}" for room in there}
-    assert sorted(each for each in wheel["only-include"] if not each.startswith("src/")) == there
+    assert sorted(each for each in wheel["only-include"] if not each.startswith("src/")) == sorted(
+        [*there, *PAGES]
+    )
     assert {each: to for each, to in wheel["sources"].items() if not each.startswith("src/")} == {
-        room: f"kvslot/{room}" for room in there
+        each: f"kvslot/{each}" for each in (*there, *PAGES)
     }
     assert sorted(each for each in include if each.startswith("src/kvslot/")) == [
         f"src/kvslot/{room}" for room in there

@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from .tree import ROOT, python_files, rooms, tracked
@@ -80,17 +81,22 @@ def test_documented_targets_exist() -> None:
     assert [(name, target) for name, target in sorted(named) if target not in targets] == []
 
 
+def links_in(text: str) -> Iterator[str]:
+    """The relative links and pictures of a document, without what stands behind `#`."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose):
+        target = (link[0] or link[1]).partition("#")[0]
+        if target and not re.match(r"[a-z]+:", target):
+            yield target
+
+
 def test_links_in_documents_lead_somewhere() -> None:
     """Each relative link or picture in a document leads to a tracked file or a folder that holds some."""
     held = set(tracked())
     held |= {parent.as_posix() for name in held for parent in Path(name).parents}
     faults = []
     for name, text in documents():
-        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose):
-            target = (link[0] or link[1]).partition("#")[0]
-            if not target or re.match(r"[a-z]+:", target):
-                continue
+        for target in links_in(text):
             leads_to = (ROOT / name).parent.joinpath(target).resolve()
             if not leads_to.is_relative_to(ROOT) or leads_to.relative_to(ROOT).as_posix() not in held:
                 faults.append(f"{name}: {target}")

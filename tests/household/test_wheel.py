@@ -10,13 +10,15 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 from kvslot import __version__
 
+from .test_layout import PAGES
+from .test_repository import links_in
 from .tree import ROOT, rooms, tracked
 
 
@@ -66,7 +68,13 @@ def shared() -> dict[str, str]:
 
 
 def expected_in_wheel() -> list[str]:
-    inside = [f"kvslot/{name}" for name in tracked() if name.partition("/")[0] in rooms()]
+    tops = (*rooms(), *PAGES)
+    apart = ("docs/man/", "docs/manuals.py")
+    inside = [
+        f"kvslot/{name}"
+        for name in tracked()
+        if name.partition("/")[0] in tops and not name.startswith(apart)
+    ]
     data = [
         f"kvslot-{__version__}.data/data/{to}{name.removeprefix(folder)}"
         for folder, to in shared().items()
@@ -77,8 +85,24 @@ def expected_in_wheel() -> list[str]:
 
 
 def test_the_wheel_holds_what_git_tracks(built: dict[str, Path]) -> None:
-    """The wheel holds every tracked file of every room under kvslot/, what is shared as data, and nothing else."""
+    """The wheel holds every tracked file of rooms and pages under kvslot/, what is shared as data, and nothing else."""
     assert names_in(built["wheel"]) == expected_in_wheel()
+
+
+def test_links_lead_somewhere_within_the_wheel(built: dict[str, Path]) -> None:
+    """Who has the wheel alone can follow every link of every page in it, pictures and examples included."""
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        held = set(archive.namelist())
+        held |= {parent.as_posix() for name in held for parent in PurePosixPath(name).parents}
+        pages = {name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".md")}
+    assert {"kvslot/docs/operations.md", "kvslot/systemd/README.md"} <= set(pages)
+    faults = [
+        f"{name}: {target}"
+        for name, text in pages.items()
+        for target in links_in(text)
+        if os.path.normpath(PurePosixPath(name).parent / target) not in held
+    ]
+    assert faults == []
 
 
 def test_a_wheel_from_the_source_distribution_is_the_same(built: dict[str, Path]) -> None:
