@@ -7,6 +7,7 @@ from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutO
 from kvslot.allocator.eviction import EVICTIONS
 from kvslot.allocator.moves import Move
 from kvslot.allocator.pool import Pool
+from kvslot.allocator.reclaim import Reclaimed, reclaim
 from kvslot.allocator.results import (
     UNLIMITED,
     Abandoned,
@@ -59,6 +60,7 @@ __all__ = [
     "Quota",
     "Ready",
     "Reason",
+    "Reclaimed",
     "Refusal",
     "Session",
     "Space",
@@ -66,4 +68,5 @@ __all__ = [
     "UnknownHandle",
     "audit",
     "blocks_of",
+    "reclaim",
 ]

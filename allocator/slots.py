@@ -55,6 +55,9 @@ class Recorder(Protocol):
     def moved(self, source: list[int], target: list[int]) -> None:
         """The slots of `target`, as many as those of `source`, are about to be cached in their place."""
 
+    def reclaimed(self, extents: list[int], mark: int) -> None:
+        """Slots set aside since an earlier life are about to be private to the session of that mark."""
+
     def opened(self, root: int, space: Space) -> None:
         """A namespace has this root from now on."""
 

@@ -30,13 +30,14 @@ class Totals:
 
     __slots__ = (
         "adopted", "audit_faults", "audit_seconds", "audits", "frames", "gone", "late_max_s", "late_s", "later", "left",
-        "lost", "never", "opened", "posted_errors", "pushes", "refused", "resumed", "stalls",
+        "lost", "never", "opened", "posted_errors", "pushes", "reclaimed", "refused", "resumed", "stalls",
     )  # fmt: skip
 
     def __init__(self, pools: Iterable[str]) -> None:
         self.opened = self.adopted = self.resumed = self.left = self.lost = self.gone = self.stalls = (
             0  # sessions
         )
+        self.reclaimed = 0  # sequences of sessions of an earlier start
         self.frames = self.posted_errors = 0  # of sessions that are gone
         self.audits = self.audit_faults = 0
         self.audit_seconds = 0.0
@@ -76,6 +77,7 @@ class Totals:
             "sessions_opened": self.opened,
             "sessions_adopted": self.adopted,
             "sessions_resumed": self.resumed,
+            "sequences_reclaimed": self.reclaimed,
             "sessions_left": self.left,
             "sessions_lost": self.lost,
             "sessions_gone": self.gone,

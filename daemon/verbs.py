@@ -391,6 +391,37 @@ def release(server: Server, connection: Connection, m: messages.Release, now: fl
     return messages.Done(m.id)
 
 
+def reclaim(server: Server, connection: Connection, m: messages.Reclaim, now: float) -> messages.Reply:
+    """A sequence of a session of before the restart goes on in this one."""
+    member = member_of(connection)
+    former = server.sessions.get(m.session)
+    if former is None or not hmac.compare_digest(former.secret, m.secret):
+        _guessed(server, connection, former, "reclaim")
+        raise Ended(f"session {m.session} has ended, or nothing of it is left")
+    peer = connection.peer
+    if peer.pid != former.peer.pid or birth_of(peer.pid) != former.birth or peer.uid != former.peer.uid:
+        raise Denied(f"session {m.session} is of process {former.peer.pid}")
+    if not former.former or former.hosted is not member.hosted:
+        raise OutOfTurn(f"session {m.session} is not one of before a restart, in the pool of this session")
+    if m.sequence in member.sequences:
+        raise Exists(f"sequence {m.sequence} is running")
+    if len(member.sequences) >= server.settings.sequences_max:
+        raise TooLarge(
+            f"this session runs all sequences that it may: {len(member.sequences)} (sequences_max)"
+        )
+    hosted = member.hosted
+    if not member.holds and hosted.journal is not None:
+        hosted.journal.holds(member)
+    answer = core.reclaim(
+        hosted.core, member.session, former.session, _root(member, m.namespace), m.tokens, m.extents,
+        priority=m.priority,
+    )  # fmt: skip
+    member.sequences[m.sequence] = Entry(answer.sequence, None, None)
+    member.by_handle[answer.sequence] = m.sequence
+    server.totals.reclaimed += 1
+    return messages.Reclaimed(m.id, answer.length)
+
+
 def bye(server: Server, connection: Connection, m: messages.Bye, now: float) -> messages.Reply:
     """The session ends in good order."""
     member = member_of(connection)
@@ -760,6 +791,7 @@ TABLE: Final[dict[type, Row]] = {
     messages.Unpin: Row(Permission.SESSION, unpin),
     messages.Withdraw: Row(Permission.SESSION, withdraw),
     messages.Release: Row(Permission.SESSION, release),
+    messages.Reclaim: Row(Permission.SESSION, reclaim),
     messages.Bye: Row(Permission.SESSION, bye),
     messages.Batch: Row(Permission.SESSION, batch),
     messages.Inspect: Row(Permission.CONTROL, inspect),

@@ -222,6 +222,7 @@ class Client:
         self._pid = os.getpid()
         self._submitted = self._completed = 0
         self._epoch = 0
+        self._epochs_before = 0  # of sessions before a restart
         self._heard = 0
         self._page: SessionPage | None = None
         self._wake = -1
@@ -317,9 +318,11 @@ class Client:
         """Takes the session up again after Disconnected, with all sequences as they are here.
 
         Where the daemon was restarted meanwhile and has its memory still, the session is another one from here on:
-        what is cached is as it was, every sequence raises Lost (start it over; it finds what it had committed), pins
-        and tickets are over.  Steps under way may end as they would have: what they use stays untouched until they
-        have completed.
+        what is cached is as it was, pins and tickets are over.  With no step under way sequences go on where they
+        stood, in the same slots.  Some cannot, and raise Lost (start them over; they find what they had committed): all
+        of them while a step is under way, and those of which a front was trimmed, copies were still to be made, or a
+        trim or a move was under way; of forks that share what neither has committed one goes on.  Steps under way may
+        end as they would have: what they use stays untouched until they have completed.
 
         What was under way is settled: refills asked for are given back, sequences whose start nobody heard of are
         freed, trims are made, frees are said again.  A sequence of which a commit was under way can be committed no
@@ -362,16 +365,20 @@ class Client:
     def _begin_anew(self, welcome: messages.Welcome, page: int) -> None:
         """The daemon was restarted, and this is a new session with it; what was said to the old one is settled."""
         session = self._session
+        going_on = self._unbroken()
         for table in list(session.sequences.values()):
-            session.forget(table, _restarted(table.id))
+            if table not in going_on:
+                session.forget(table, _restarted(table.id))
         session.begin_anew(welcome.limits)
-        self._former.append((self.token, self._submitted))
+        former = self.token
+        self._former.append((former, self._submitted))
         self.token = Token(welcome.session, welcome.secret, welcome.boot)
         self.limits, self.server = welcome.limits, welcome.server
         # The engine knows its namespaces by the numbers that they had; they are opened again when they are used.
         self._renumbered = dict.fromkeys(self._namespaces.values(), 0)
         self._renumbered[self.namespace] = welcome.namespace
         submitted, completed, before = self._submitted, self._completed, self._page
+        self._epochs_before += self._epoch + 1
         self._epoch = 0
         if page >= 0:
             # Steps go on being counted from where they were.
@@ -389,6 +396,55 @@ class Client:
             if before is not None:
                 before.close()
         self._listen()
+        self._reclaim(former, going_on)
+
+    def _unbroken(self) -> list[Table]:
+        """Sequences of which all is known, and which no step uses: those that the next daemon can go on with."""
+        if self._submitted != self._completed:
+            return []
+        session = self._session
+        if session.epoch != self._epoch:
+            session.follow()
+            self._epoch = session.epoch
+        cut: set[int] = (
+            set()
+        )  # slots of them may be free by now, or others' of this session: nobody heard the answer
+        for _, unanswered in session.outstanding:
+            if isinstance(unanswered, list):
+                verbs: list[msgspec.Struct] = [verb for verb, _ in unanswered]
+            else:
+                verbs = list(unanswered.verbs) if isinstance(unanswered, Batch) else [unanswered]
+            for verb in verbs:
+                if isinstance(verb, Trim) and verb.sequence in session.sequences:
+                    if 0 <= verb.keep_to < session.sequences[verb.sequence].capacity:
+                        cut.add(verb.sequence)
+        return [
+            table
+            for table in session.sequences.values()
+            if table.id not in cut and not table.kept_from and not table._copies and table.length
+        ]
+
+    def _reclaim(self, former: Token, tables: list[Table]) -> None:
+        """Has the daemon go on with sequences of the session of before the restart, as they stand here."""
+        session = self._session
+        left = tables[::-1]
+        try:
+            while left:
+                table = left[-1]
+                try:
+                    request = messages.Reclaim(
+                        session.next_id(), former.session, former.secret, self._actual(table.namespace),
+                        table.id, table._all_tokens(), table.extents, table.priority,
+                    )  # fmt: skip
+                    self._call(request, messages.Reclaimed)
+                except Refused as refused:
+                    session.forget(table, _restarted(table.id, refused))
+                else:
+                    table._goes_on()
+                left.pop()
+        finally:
+            for table in left:  # cut again in between
+                session.forget(table, _restarted(table.id))
 
     def _release_former(self) -> None:
         """Sessions of earlier boots that no step under way uses any more are over."""
@@ -721,7 +777,7 @@ class Client:
     @property
     def epoch(self) -> int:
         """Rises when a step begins that goes by other slots than the one before: index arrays from before are stale."""
-        return self._epoch
+        return self._epochs_before + self._epoch
 
     @property
     def last_error(self) -> KvslotError | None:
@@ -845,7 +901,7 @@ class Client:
             )
         )
         if type(answer) is Admitted:
-            sequence._begin(len(tokens) >> 2, answer)
+            sequence._begin(len(tokens) >> 2, answer, tokens)
             session.sequences[sequence.id] = sequence
             return sequence
         if type(answer) is Later or type(answer) is Never:
@@ -1072,9 +1128,11 @@ def _lost(number: int) -> Lost:
     )
 
 
-def _restarted(number: int) -> Lost:
+def _restarted(number: int, why: Refused | None = None) -> Lost:
+    reason = f" ({why})" if why is not None else ""
     return Lost(
-        f"sequence {number} ended with the daemon, which was restarted: start it over; what it had committed is cached"
+        f"sequence {number} ended with the daemon, which was restarted{reason}: start it over; what it had committed "
+        "is cached"
     )
 
 

@@ -105,6 +105,8 @@ class Table:
         "_mark",
         "_own_from",
         "_told",
+        "_prompt",
+        "_said",
         "_pending",
         "_tell",
         "_copies",
@@ -143,6 +145,10 @@ class Table:
         self._mark = NEVER
         self._own_from = 0
         self._told = 0
+        # What the daemon was told: the prompt as it was given, and the tokens of commits behind it.  The next daemon is
+        # told it again, where this one ends (`_all_tokens`).
+        self._prompt = b""
+        self._said = bytearray()
         self._pending = array("i")
         self._tell: Callable[[int], None] = self._pending.append
         self._copies: list[int] = []
@@ -251,8 +257,9 @@ class Table:
 
     # -- what the daemon says ----------------------------------------------------------------------------------
 
-    def _begin(self, length: int, answer: Admitted) -> None:
+    def _begin(self, length: int, answer: Admitted, prompt: bytes = b"") -> None:
         """The sequence has been admitted, its prompt `length` tokens long."""
+        self._prompt = prompt
         self.hit = answer.hit
         self.extents = answer.extents
         self.capacity = answer.capacity
@@ -277,6 +284,8 @@ class Table:
         self._cut(length)
         self._told = min(parent._told, length)
         self._own_from = length
+        self._prompt, self._said = parent._prompt, parent._said.copy()
+        self._unsay(self._told)
         self._pending.extend(parent._pending[: length - self._told])
         self._spoiled = parent._spoiled  # what nobody knows of its parent's tokens nobody knows of its own
         # What the parent has not yet copied is the child's to wait for, too; it is the same memory.
@@ -423,6 +432,7 @@ class Table:
             raise PeerFault(f"sequence {self.id} was cut to {keep_to} and ends at {capacity}")
         del self._pending[max(length - self._told, 0) :]
         self._told = min(self._told, length)
+        self._unsay(self._told)
         self._own_from = min(self._own_from, keep_to)
         self._give_up(min(keep_to, self.capacity))
         self._add(extents)
@@ -447,9 +457,36 @@ class Table:
     def _was_told(self, length: int) -> None:
         """A commit to `length` was sent."""
         if length > self._told:
+            self._said += self._pending[: length - self._told].tobytes()
             del self._pending[: length - self._told]
             self._told = length
         self._own_from = max(self._own_from, length)
+
+    def _unsay(self, length: int) -> None:
+        """Of what was told only the first `length` tokens are still the sequence's."""
+        prompt = len(self._prompt)
+        if 4 * length < prompt:
+            self._prompt = self._prompt[: 4 * length]
+            self._said.clear()
+        else:
+            del self._said[4 * length - prompt :]
+
+    def _all_tokens(self) -> bytes:
+        """All tokens of the sequence."""
+        return b"".join((self._prompt, self._said, self._pending.tobytes()))
+
+    def _goes_on(self) -> None:
+        """The next daemon runs it as it stands, and has been told all of its tokens."""
+        length = self.length
+        self._prompt, self._said, self._pending[:] = self._all_tokens(), bytearray(), array("i")
+        self._told = self._own_from = length
+        self._given = self._taken = self._taken_step = self._made = 0
+        self._asked = SETTLED
+        self._answer = self._error = self._spoiled = None
+        self._retry_at = self.preempt_by = 0.0
+        self._stepped = self._stepped_length = 0
+        self._note_run(self.capacity - length)
+        self._seat(length)
 
     def _finished(self, submitted: int, completed: int) -> int:
         """How many positions the device has surely written: all, unless steps are under way.

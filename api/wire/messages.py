@@ -274,6 +274,23 @@ Batchable = (
 )
 
 
+class Reclaim(Message, frozen=True, tag=20):
+    """Goes on with a sequence of a session that was of an earlier boot; none of its steps is under way any more.
+
+    Every slot is looked at: those of a sequence that cannot go on give Ended, and change nothing.  Replied to by
+    Reclaimed; what is not reclaimed is free with Release.
+    """
+
+    id: Whole
+    session: Whole  # of then
+    secret: Secret  # of it
+    namespace: Whole
+    sequence: Whole  # its number from here on
+    tokens: bytes  # all of them
+    extents: list[Whole]  # where its positions stand, with the room behind its last token
+    priority: Whole = 0
+
+
 BATCH_VERBS: Final = 65536
 """Of any daemon's Batch; the daemon's own limit, which is less, stands in Welcome."""
 
@@ -394,6 +411,7 @@ SessionVerb = (
     | Unpin
     | Withdraw
     | Release
+    | Reclaim
     | Bye
     | Batch
 )
@@ -534,6 +552,13 @@ class Results(Message, frozen=True, tag=78):
     results: list[BatchReply]
 
 
+class Reclaimed(Message, frozen=True, tag=79):
+    """The sequence is running as it was; positions [0, length) of it are shareable."""
+
+    id: int
+    length: int
+
+
 class Inspected(Message, frozen=True, tag=96):
     """Rows of `kind`; `cursor` fetches the next page, 0 when this was the last."""
 
@@ -628,7 +653,10 @@ class Recorded(Message, frozen=True, tag=100):
 
 
 class Reloaded(Message, frozen=True, tag=101):
-    """Names of settings that hold from now on, and of those that differ and need a restart."""
+    """Names of settings that hold from now on, and of those that differ and need a restart.
+
+    What stands beside the settings (token files, the admin API's sockets) was looked at, too: in sentences.
+    """
 
     id: int
     changed: list[str]
@@ -642,6 +670,7 @@ Reply = (
     | Opened
     | Pong
     | BatchReply
+    | Reclaimed
     | Results
     | Inspected
     | Evicted

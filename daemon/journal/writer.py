@@ -200,6 +200,13 @@ class Writer(States):
                 slot += some
                 n -= some
 
+    def reclaimed(self, extents: list[int], mark: int) -> None:
+        """As `Recorder` has it."""
+        whose = self._whose
+        for i in range(0, len(extents), 2):
+            slot, length = extents[i], extents[i + 1]
+            whose[slot : slot + length] = MARKED[mark] * length
+
     # -- namespaces --------------------------------------------------------------------------------------------
 
     def opened(self, root: int, space: Space) -> None:

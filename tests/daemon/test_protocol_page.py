@@ -35,6 +35,8 @@ def kind_of(hint: Any) -> str:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is list:
         (inside,) = typing.get_args(hint)
+        if typing.get_origin(inside) is typing.Annotated:
+            inside = typing.get_args(inside)[0]
         if typing.get_origin(inside) in (typing.Union, types.UnionType):
             return "replies" if messages.Done in typing.get_args(inside) else "requests"
         return LISTS.get(inside, "maps")

@@ -1,7 +1,8 @@
 """Engines that outlive their daemon: they come back to the next one, and look at every byte they were promised.
 
 What such an engine held when its connection ended is its own until it says otherwise: it looks at it when it is back,
-again after it has begun new work, and only then releases it.  What it is told is cached it compares with the colours.
+goes on with some of its sequences as they were, begins new work, looks again, and only then releases the rest.  What it
+is told is cached it compares with the colours.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvslot.api.wire import VERSION, NotFound, SessionPage
-from kvslot.api.wire.messages import Done, Error, Hello, Namespace, Release, Welcome
+from kvslot.api.wire import VERSION, Ended, NotFound, SessionPage
+from kvslot.api.wire.messages import (
+    Done,
+    Error,
+    Hello,
+    Namespace,
+    Reclaim,
+    Reclaimed,
+    Release,
+    Welcome,
+)
 
 from ..faults.actors import Paint
 from ..faults.engines import Engine, Running, _flat
@@ -43,7 +53,8 @@ class Returning(Engine):
     def __init__(self, path: Path, seed: int) -> None:
         super().__init__(path, seed)
         self.path = path
-        self.returns = self.strange = 0
+        self.returns = self.strange = self.gone_on = 0
+        self.trimmed = 0  # the sequence whose trim is under way
         self.past: list[Past] = []  # not released yet
         self.over: list[Past] = []  # perhaps: nobody said so
 
@@ -58,7 +69,7 @@ class Returning(Engine):
                 self.lose()
             if self.acts % 20 == 0:
                 assert self.wire.welcome is not None
-                tell([self.acts, self.returns, self.strange, self.wire.welcome.boot])
+                tell([self.acts, self.returns, self.strange, self.wire.welcome.boot, self.gone_on])
 
     def lose(self) -> None:
         """The connection has ended; what was held is kept in mind, and looked at."""
@@ -69,6 +80,32 @@ class Returning(Engine):
             self.submitted = self.completed = 0
         for each in self.past:
             each.look()
+
+    def trim(self, sequence: Running) -> None:
+        self.trimmed = sequence.number
+        super().trim(sequence)
+        self.trimmed = 0
+
+    def go_on(self, past: Past) -> None:
+        """With what ran in the session that this one took the place of; its device has ended with all of that."""
+        for number, sequence in list(past.running.items()):
+            if number == self.trimmed or not sequence.written or self.rng.random() < 0.2:
+                continue
+            answer = self.wire.call(
+                Reclaim, past.welcome.session, past.welcome.secret, self.wire.namespace, number,
+                sequence.tokens[: 4 * sequence.written], _flat(sequence.slots),
+            )  # fmt: skip
+            if isinstance(answer, Error):
+                # What forks share only one of them can go on with.
+                assert answer.code == Ended.code, answer
+                continue
+            assert isinstance(answer, Reclaimed), answer
+            del past.running[number]
+            sequence.tokens = sequence.tokens[: 4 * sequence.written]
+            sequence.told = sequence.written
+            self.running[number] = sequence
+            self.check(sequence)
+            self.gone_on += 1
 
     def come_back(self) -> None:
         """To whoever serves now."""
@@ -97,6 +134,9 @@ class Returning(Engine):
                 wire.hello("anew", namespace=Namespace(tenant=self.tenant))
             self.returns += 1
             self.wire, self.paint = wire, Paint(wire, self.tenant)
+            if isinstance(answer, Welcome):
+                self.go_on(self.past[-1])
+            self.trimmed = 0
         # New work begins while what was held is still to be looked at.
         for _ in range(4):
             self.allocate()
@@ -115,7 +155,7 @@ class Returning(Engine):
 
 
 def returning(path: Path, seed: int) -> Callable[[Callable[[Any], None]], None]:
-    """The life of one, as `actors.child` wants it; tells [acts, returns, returns that nothing was left of, boot]."""
+    """The life of one, as `actors.child` wants it; tells [acts, returns, those to nothing, boot, reclaimed]."""
 
     def work(tell: Callable[[Any], None]) -> None:
         Returning(path, seed).live(tell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from kvslot.allocator import (
     Space,
     State,
     audit,
+    reclaim,
 )
-from kvslot.allocator.errors import Refusal
+from kvslot.allocator.errors import EndedHandle, Refusal
 from kvslot.daemon.journal.columns import HEAD, SESSION_BYTES, SPACE_BYTES, Columns
 from kvslot.daemon.journal.takeover import Takeover, take_over
 from kvslot.daemon.journal.writer import Session as Entry
@@ -68,6 +69,16 @@ class Tape:
         self._told()
 
 
+class Known(NamedTuple):
+    """A sequence as its engine knows it, whatever becomes of the pool."""
+
+    handle: int
+    space: int
+    tokens: list[int]
+    extents: list[int]
+    whole: bool  # nothing private is a fork's, too, and no published unit was cut: it must be able to go on
+
+
 class History:
     """One pool, some sessions that do anything, and what each cut of their journal comes to."""
 
@@ -86,6 +97,9 @@ class History:
         self.takeover: Takeover | None = None
         self.prompts: dict[int, list[int]] = {}  # sequence -> its tokens as far as they are painted
         self.moves: list[int] = []
+        self.known: dict[int, list[Known]] = {}  # of sessions of earlier lives
+        self.gone_on = self.ended = 0  # sequences that did, and that could not
+        self.touched: set[int] = set()  # sequences that the present verb cuts or ends
         self.restored = self.cached = self.idled = 0
         self.columns = self._taped()
         self._hook(Writer(self.columns, self.pool.padding, self.pool.ledger))
@@ -109,12 +123,13 @@ class History:
 
     def act(self) -> None:
         """One verb, and a look at every moment of it."""
-        before = self.held()
+        before, tables = self.held(), self.tables()
         self.cuts.clear()
+        self.touched.clear()
         act = self.rng.choices(
             [self.open, self.allocate, self.extend, self.commit, self.fork, self.free, self.trim, self.step, self.move,
-             self.lose, self.leave, self.pin, self.evict],
-            [2, 12, 6, 12, 3, 7, 3, 6, 6, 1, 1, 1, 1],
+             self.lose, self.leave, self.pin, self.evict, self.go_on],
+            [2, 12, 6, 12, 3, 7, 3, 6, 6, 1, 1, 1, 1, 6 if self.known else 0],
         )[0]  # fmt: skip
         self.idle()
         with contextlib.suppress(Refusal):
@@ -124,7 +139,7 @@ class History:
         after = self.held()
         kept = {number: slots & after.get(number, frozenset()) for number, slots in before.items()}
         for cut in self.cuts:
-            self.look(cut, kept)
+            self.look(cut, kept, tables)
         # Only now has anybody been told of slots, and writes to them.
         for target, colour in self.paints:
             self.colours[target] = colour
@@ -245,6 +260,62 @@ class History:
         if isinstance(answer, Forked):
             self.prompts[answer.sequence] = self.prompts[handle][: answer.length]
 
+    def tables(self) -> dict[int, list[Known]]:
+        """By session: what its engine knows of its sequences."""
+        out: dict[int, list[Known]] = {}
+        for number, session in self.alive.items():
+            times: dict[int, int] = {}
+            for sequence in session.sequences.values():
+                for piece in (*sequence.own, *(sequence.sources or ())):
+                    times[id(piece)] = times.get(id(piece), 0) + 1
+            out[number] = [
+                Known(
+                    handle, self._space(handle), self.prompts[handle].copy(), self.pool.table_of(sequence),
+                    not sequence.base % self.pool.unit and all(times[id(each)] == 1 for each in sequence.own),
+                )
+                for handle, sequence in session.sequences.items()
+                if self.prompts.get(handle)
+            ]  # fmt: skip
+        return out
+
+    def go_on(self) -> None:
+        """An engine of an earlier life comes back and goes on with a sequence, as far as that is still there."""
+        known = [(number, each) for number, all_ in self.known.items() for each in all_]
+        live = self.live()
+        if not known or not live:
+            return
+        number, each = self.rng.choice(known)
+        self.known[number].remove(each)
+        former = self.alive.get(number)
+        if former is None or each.space == UNTOLD:
+            return
+        session = self.rng.choice(live)
+        self.holds(session)
+        handle = self.reclaim(self.pool, session, former, each)
+        if handle:
+            self.prompts[handle] = each.tokens
+
+    def reclaim(self, pool: Pool, session: Session, former: Session, known: Known) -> int:
+        """The sequence that goes on, 0 where it cannot; what it reads is what was written there."""
+        root = pool.open_space(Space("t", str(known.space)))
+        try:
+            answer = reclaim(
+                pool, session, former, root, np.array(known.tokens, "<i4").tobytes(), known.extents
+            )
+        except EndedHandle:
+            # A store cut in the middle of a unit leaves a part of it cached, which is nobody's then.
+            assert not known.whole or (pool.unit > 1 and pool is not self.pool)
+            self.ended += 1
+            return 0
+        self.gone_on += 1
+        flat = pool.table(session, answer.sequence)
+        assert flat == known.extents
+        slots = [s for i in range(0, len(flat), 2) for s in range(flat[i], flat[i] + flat[i + 1])]
+        for position, slot in enumerate(slots[: len(known.tokens)]):
+            colour = (known.space, *known.tokens[: position + 1])
+            assert self.colours[slot] == colour, f"position {position} in slot {slot}: {self.colours[slot]}"
+        return answer.sequence
+
     def _fence(self, session: Session) -> int:
         return self.rng.choice([0, session.submitted])
 
@@ -252,6 +323,7 @@ class History:
         found = self._sequence()
         if found is not None:
             session, handle = found
+            self.touched.add(handle)
             self.pool.free(session, handle, fence=self._fence(session))
             del self.prompts[handle]
 
@@ -260,6 +332,7 @@ class History:
         if found is None:
             return
         session, handle = found
+        self.touched.add(handle)
         keep = self.rng.randrange(1, max(2, len(self.prompts[handle])))
         self.pool.trim(session, handle, keep_to=keep, fence=self._fence(session))
         del self.prompts[handle][keep:]
@@ -329,6 +402,7 @@ class History:
         session = self.alive[number]
         for handle in session.sequences:
             self.prompts.pop(handle, None)
+            self.touched.add(handle)
         if session.life == Life.LOST:
             self.pool.gone(session)
         else:
@@ -379,7 +453,9 @@ class History:
                 flat += pool.tree.extents(each)
         return {s for i in range(0, len(flat), 2) for s in range(flat[i], flat[i] + flat[i + 1])}
 
-    def look(self, cut: bytes, held: dict[int, frozenset[int]]) -> None:
+    def look(
+        self, cut: bytes, held: dict[int, frozenset[int]], tables: dict[int, list[Known]] | None = None
+    ) -> None:
         """What a later life makes of a journal that ends here: nothing wrong, and nobody's slots to another."""
         dead = {number for number in self.alive if self.rng.random() < 0.3}
         pool, takeover, buffer = reborn(cut, self.config, lambda entry: entry.number not in dead)
@@ -389,7 +465,33 @@ class History:
         assert again.ledger.counts == pool.ledger.counts
         assert again.tree.tokens == pool.tree.tokens
         self.compare(again, {n: slots for n, slots in held.items() if n not in dead})
-        del takeover
+        if tables is not None and self.rng.random() < 0.2:
+            self.come_back(pool, takeover, buffer, {n: all_ for n, all_ in tables.items() if n not in dead})
+
+    def come_back(
+        self, pool: Pool, takeover: Takeover, buffer: bytearray, tables: dict[int, list[Known]]
+    ) -> None:
+        """Engines that have not heard what the last verb came to go on with what they know, and one dies again."""
+        number = 1 << 20
+        for former, all_ in tables.items():
+            before = takeover.restored.sessions.get(former)
+            for known in all_ if before is not None and before.life == Life.LOST else ():
+                if known.handle in self.touched or known.space == UNTOLD:
+                    continue
+                number += 1
+                session = pool.open_session(page=self.page)
+                session.mark = takeover.writer.session_opened(
+                    Entry(number=number, boot=2, pid=1, uid=0, gid=0, birth=7, secret=b"s" * 16, name="x")
+                )
+                assert before is not None
+                if self.reclaim(pool, session, before, known):
+                    private = [piece for each in session.sequences.values() for piece in each.own]
+                    mine = {s for piece in private for s in _slots(piece.extents)}
+                    again, _, _ = reborn(bytes(buffer), self.config, lambda entry: True)
+                    assert not mine & free(again)
+                    assert not audit(again)
+        faults = audit(pool)
+        assert not faults, faults
 
     def compare(self, pool: Pool, held: dict[int, frozenset[int]]) -> None:
         faults = audit(pool)
@@ -406,7 +508,7 @@ class History:
         """The process ends between two verbs and another takes over; nothing that was cached is lost."""
         before = {slot: colour for slot, colour in cached(self.pool).items() if colour[0] != UNTOLD}
         dead = {number for number in self.alive if self.rng.random() < 0.4}
-        held = self.held()
+        held, tables = self.held(), self.tables()
         cut = bytes(self.buffer)
         pool, takeover, buffer = reborn(cut, self.config, lambda entry: entry.number not in dead)
         self.compare(pool, {n: slots for n, slots in held.items() if n not in dead})
@@ -418,6 +520,7 @@ class History:
         self.prompts.clear()
         self.moves.clear()
         self.alive = {n: s for n, s in takeover.restored.sessions.items() if n not in dead}
+        self.known = {n: all_ for n, all_ in tables.items() if n in self.alive}
         while not pool.sweep():
             pass
         for entry in takeover.found.sessions:
@@ -431,6 +534,10 @@ class History:
             if entry.number not in self.alive:
                 writer.session_closed(entry.number)
         self._hook(writer)
+
+
+def _slots(extents: list[int]) -> list[int]:
+    return [s for i in range(0, len(extents), 2) for s in range(extents[i], extents[i] + extents[i + 1])]
 
 
 def reborn(

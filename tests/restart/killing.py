@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvslot.api.wire.messages import Audit
 
@@ -72,8 +72,17 @@ def kept(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def kill_under_load(kills: int, seed: int) -> tuple[int, int, int]:
-    """Kills a daemon so often while engines work; returns what they did: acts, returns, returns to nothing."""
+class Seen(NamedTuple):
+    """What engines did while their daemons were killed."""
+
+    acts: int
+    returns: int
+    strange: int  # returns to nothing
+    gone_on: int  # sequences that went on where they stood
+
+
+def kill_under_load(kills: int, seed: int) -> Seen:
+    """Kills a daemon so often while engines work."""
     draw = random.Random(seed)
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(kept([{"blocks": 129}]))
@@ -81,7 +90,7 @@ def kill_under_load(kills: int, seed: int) -> tuple[int, int, int]:
             stack.enter_context(child(returning(daemon.socket, seed * 100 + number), seconds=60 + 10 * kills))
             for number in range(ENGINES)
         ]
-        last = [[0, 0, 0, 0] for _ in engines]
+        last = [[0, 0, 0, 0, 0] for _ in engines]
         for _ in range(kills):
             # Most have come back by then and done something, and some are just about to.
             if draw.random() < 0.8:
@@ -102,4 +111,4 @@ def kill_under_load(kills: int, seed: int) -> tuple[int, int, int]:
         with Wire(daemon.socket) as wire:
             audited = wire.call(Audit)
             assert not audited.faults, audited.faults
-        return sum(each[0] for each in last), sum(each[1] for each in last), sum(each[2] for each in last)
+        return Seen(*(sum(each[i] for each in last) for i in (0, 1, 2, 4)))

@@ -30,6 +30,7 @@ def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) ->
             due = 0
     assert history.restored == history.cached > 0
     assert history.idled, "no session ever held nothing"
+    assert history.gone_on, "no sequence ever went on"
 
 
 def test_only_who_may_use_slots_is_waited_for() -> None:
