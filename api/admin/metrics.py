@@ -88,6 +88,7 @@ class Daemon(Figures, frozen=True, kw_only=True):
     sessions_opened: int
     sessions_adopted: int
     sessions_resumed: int
+    sequences_reclaimed: int
     sessions_left: int
     sessions_lost: int
     sessions_gone: int
@@ -267,6 +268,7 @@ DAEMON_COUNTERS: Final = (
     Plain("sessions_opened", "Sessions opened.", "sessions_opened"),
     Plain("sessions_adopted", "Sessions of an earlier start whose processes may live, taken over.", "sessions_adopted"),
     Plain("sessions_resumed", "Lost sessions that their process took up again.", "sessions_resumed"),
+    Plain("sequences_reclaimed", "Sequences that went on after a restart where they stood.", "sequences_reclaimed"),
     Plain("sessions_left", "Sessions that said goodbye.", "sessions_left"),
     Plain("sessions_lost", "Sessions whose connection ended without goodbye.", "sessions_lost"),
     Plain("sessions_gone", "Sessions of which nothing is left.", "sessions_gone"),
