@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 How often each verb was said since the daemon began, how often it was refused, and how long it took inside the daemon,
 in microseconds: `p50` and `p99` of the whole (upper edges of classes, so good to a factor of two), and the mean of each
-step: received (one recv), decoded, applied (admitted and applied: the core's call), encoded, sent. One turn of a client
-in 16 is timed; verbs inside a Batch count, and their times are the Batch's. Waiting in the socket is not in it."""
+step: received (one recv), decoded, applied (admitted and applied: the core's call), encoded, sent. Of the turns of all
+clients one in 17 is timed; verbs inside a Batch count, and their times are the Batch's. Waiting in the socket is left
+out."""
 
 EXAMPLES: Final = """\
   kvslotctl latency
@@ -48,9 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
                 return code
         from kvslot.cli import _screen
 
-        table = _screen.table(
-            "verb", "count", "refused", "timed", "p50", "p99", "mean", *STEPS, left=("verb",)
-        )
+        out = _screen.console()
+        unit = "µs" if _screen.unicode(out) else "us"
+        heads = [f"{name}\n{unit}" for name in ("p50", "p99", "mean", *STEPS)]
+        table = _screen.table("verb", "count", "refused", "timed", *heads, left=("verb",))
         for row in rows:
             times = [row.get(key) for key in ("all_us_p50", "all_us_p99", "all_us_mean")]
             times += [row.get(f"{step}_us_mean") for step in STEPS]
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{row.get('sampled', 0):,}",
                 *("-" if time is None else f"{time:,.1f}" for time in times),
             )
-        _screen.console().print(table)
+        out.print(table)
         return _common.OK
 
     return _control.ask(arguments, act)

@@ -18,6 +18,7 @@ class Latency:
     """Counts and sampled times."""
 
     def __init__(self) -> None:
+        self.turns = 0  # of all connections: one in so many is timed
         self.counts: dict[type, int] = {}
         self.refused: dict[type, int] = {}
         self._sums: dict[type, list[int]] = {}

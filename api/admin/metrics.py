@@ -511,7 +511,7 @@ def _steps(steps: Iterable[Step]) -> Iterator[Metric]:
     for step in steps:
         family = HistogramMetricFamily(
             "kvslot_request_step_seconds",
-            "Times of the steps of the data path, of sampled requests (one turn in 16), by verb.",
+            "Times of the steps of the data path, of sampled requests (one turn in 17), by verb.",
             labels=("verb", "step"),
         )
         family.add_metric((step.verb, step.step), buckets(step.classes), step.seconds)

@@ -521,6 +521,7 @@ def test_latency_is_shown_by_verb(daemon: FakeDaemon, show: Shown) -> None:
     out = show("latency")
     assert re.search(r"^Allocate +1,234 +2 +77 +65\.5 +131\.1 +60\.0( +10\.0){5}", out, re.MULTILINE)
     assert re.search(r"^Ping +1 +0 +0( +-){8}", out, re.MULTILINE)
+    assert re.search(r"p50 +p99 .* sent\nverb +count +refused +timed( +µs){8} *$", out, re.MULTILINE)
     assert [row["verb"] for row in rows(show("latency", "--json"))] == ["Allocate", "Ping"]
 
 

@@ -17,6 +17,8 @@ from kvslot.api.wire.messages import (
     Free,
     Grown,
     Hello,
+    Inspect,
+    Inspected,
     Namespace,
     Ping,
     Pong,
@@ -24,6 +26,7 @@ from kvslot.api.wire.messages import (
     Results,
     Welcome,
 )
+from kvslot.daemon.connection import SAMPLE
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
@@ -143,3 +146,17 @@ def test_reader_cuts_a_flood_piece_by_piece() -> None:
                 bodies += [bytes(each) for each in reader.cut(100)]
         assert bodies == [frame[4:] for frame in frames]
         assert not reader.pending
+
+
+def test_clients_that_ask_once_and_leave_are_timed_as_well() -> None:
+    """One turn in so many is timed whoever's it is: a hundred connections of one request each show up."""
+    with running() as daemon:
+        for _ in range(100):
+            with Wire(daemon.socket) as wire:
+                assert isinstance(wire.call(Ping), Pong)
+        with Wire(daemon.socket) as wire:
+            told = wire.call(Inspect, "latency")
+            assert isinstance(told, Inspected)
+            (row,) = [row for row in told.rows if row["verb"] == "Ping"]
+        assert row["count"] == 100
+        assert row["sampled"] in (100 // SAMPLE, 100 // SAMPLE + 1)
