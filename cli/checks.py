@@ -604,7 +604,7 @@ def sessions(p: Picture) -> list[Finding]:
                 Finding(
                     "sessions", "warning", who, f"has not answered {_common.several(row['owes'], 'Preempt')}",
                     "past the deadline its new requests wait, and the next victim is named",
-                    "its engine must free or swap what Preempt names; see docs/client.md",
+                    "its engine must free or swap what Preempt names; see kvslotctl docs client",
                 )
             )  # fmt: skip
         if row["outbox_bytes"]:
@@ -1042,7 +1042,7 @@ def admin(p: Picture) -> list[Finding]:
             found.append(
                 Finding(
                     "admin", "warning", told["name"], f"its check {told['name']} fails", told["reason"],
-                    "docs/operations.md goes on from there",
+                    "kvslotctl docs operations goes on from there",
                 )
             )  # fmt: skip
     names = ", ".join(each["name"] for each in p.health.get("checks", ()))

@@ -186,7 +186,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("hits", lambda p: row(p, "pools", hit_tokens=100), "note", "<0.1 %", "kvslotctl tree"),
     ("sessions", lambda p: row(p, "sessions", stalled=True, behind_s=70.0, submitted=12), "warning",
      "stalled for 1 min 10 s at step 9 of 12", "py-spy dump --pid 4242"),
-    ("sessions", lambda p: row(p, "sessions", owes=1), "warning", "1 Preempt", "docs/client.md"),
+    ("sessions", lambda p: row(p, "sessions", owes=1), "warning", "1 Preempt", "docs client"),
     ("sessions", lambda p: row(p, "sessions", outbox_bytes=2048), "note", "2 KiB of answers", "4242"),
     ("sessions", lambda p: row(p, "sessions", posted_errors=3), "note", "3 of its posted", "posted_refused"),
     ("sessions", lambda p: row(p, "sessions", quota=510), "note", "500 of its quota of 510", "raise quota"),
