@@ -51,7 +51,10 @@ ALLOCATE_US: Final = 10_000.0
 """The 99th percentile inside the daemon; prompts of a hundred thousand tokens take some milliseconds."""
 HIT_TOKENS: Final = 100_000
 """Prompt tokens, before a share of hits says anything."""
-RELOADED: Final = ("client_uids", "client_gids", "control_uids", "control_gids")
+RELOADED: Final = (
+    "client_uids", "client_gids", "control_uids", "control_gids", "namespaces_per_user",
+    "admin_tcp", "admin_tcp_any", "admin_token_file", "admin_act_token_file",
+)  # fmt: skip
 """Settings that a reload takes over, beside those that `kvslotctl set` changes.  A test compares."""
 SHM_BYTES: Final = 1 << 30
 """Containers get 64 MiB of /dev/shm by default, with which frameworks' own shared memory fails."""

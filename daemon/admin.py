@@ -36,14 +36,15 @@ from kvslot.api.admin import (
     metrics,
     now_text,
     page,
-    read_tokens,
     views,
 )
-from kvslot.api.admin.guard import Guarded
+from kvslot.api.admin.auth import Tokens
+from kvslot.api.admin.guard import STRANGERS_MOST, Guarded
 from kvslot.api.wire import CODES, Refused, decode_outgoing, messages
-from kvslot.daemon import config, inspection, logs
+from kvslot.daemon import config, doors, inspection, logs
 from kvslot.daemon.blocks import BlockMaps
-from kvslot.daemon.endpoint import Endpoint, EndpointError, claim
+from kvslot.daemon.endpoint import Endpoint
+from kvslot.daemon.health import Check
 from kvslot.daemon.logs import limited, sparing
 from kvslot.daemon.membership import Peer
 from kvslot.daemon.scrape import Scraped
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS: Final = 1.0
 """For answers under way when the daemon ends."""
-BACKLOG: Final = 64
+TOKEN_LINES: Final = 10
+"""Of tokens that are not known, in ten seconds; the others are counted."""
 ACT_LINES: Final = 20
 """Of refused acts a second; the others are counted."""
 AUDIT_SECONDS: Final = 600.0
@@ -105,8 +107,11 @@ class Views:
 
     async def health(self) -> views.Health:
         """Every check; none of them waits."""
-        checks = [views.Check(name=name, ok=ok, reason=reason) for name, ok, reason in self._health.checks()]
-        return views.Health(ok=all(each.ok for each in checks), checks=checks)
+        checks = [
+            views.Check(name=each.name, ok=each.ok, reason=each.reason, vital=each.vital)
+            for each in self._health.checks()
+        ]
+        return views.Health(ok=all(each.ok for each in checks if each.vital), checks=checks)
 
     async def ready(self) -> views.Readiness:
         server = self._server
@@ -320,7 +325,10 @@ class Views:
                 await asker.ask(messages.SetConfig(1, "log_level", level), messages.Done)
             case views.ReloadAct():
                 reloaded = await asker.ask(messages.Reload(1), messages.Reloaded)
-                return views.Reloaded(changed=reloaded.changed, needs_restart=reloaded.needs_restart)
+                return views.Reloaded(
+                    changed=reloaded.changed, needs_restart=reloaded.needs_restart, taken=reloaded.taken,
+                    failed=reloaded.failed,
+                )  # fmt: skip
             case _:
                 raise SourceError(404, "not_found", f"there is no act {name!r}")
         return views.Done()
@@ -545,28 +553,25 @@ class Asker:
 # -- being served ----------------------------------------------------------------------------------------------------
 
 
-class AdminError(Exception):
-    """The admin API cannot be served as configured; the message says why and what to do."""
-
-
 class AdminService:
-    """The admin API of one server: made before it is ready, run in its task group, closed with it."""
+    """The admin API of one server: made before it is ready, run in its task group, closed with it.
+
+    A door that cannot be had (doors.py) is no reason not to serve engines: that is told, and tried again at a reload.
+    """
 
     def __init__(self, server: Server, settings: config.Settings) -> None:
         self._server = server
-        self._settings = settings
         self.ring = Ring()
         self.views = Views(server, self.ring)
         self._endpoints: list[Endpoint] = []
         self._tcp: socket.socket | None = None
-        tokens = None
-        if settings.admin_tcp:
-            try:
-                tokens = read_tokens(settings.admin_token_file, settings.admin_act_token_file)
-            except TokenError as error:
-                raise AdminError(str(error)) from None
+        self._tcp_for = ""  # the setting that it was opened for
+        self._shut: dict[
+            str, doors.Shut
+        ] = {}  # by door; a TCP that is served with tokens of before among them
+        self._closed = False
         self.api = Admin(
-            self.views, self.ring, server.loop, self, connections=settings.admin_connections, tokens=tokens,
+            self.views, self.ring, server.loop, self, connections=settings.admin_connections,
             mounted=self._mounted(), version=server.version,
         )  # fmt: skip
         self.refused_connections = 0
@@ -588,33 +593,81 @@ class AdminService:
         scraped = Mounted("/metrics", metrics.CONTENT_TYPE, "For Prometheus", exposition.render)
         return (scraped, *page.mounted(self.views, self.ring))
 
-    def listen(self) -> None:
-        """Opens the sockets; AdminError where one that was asked for cannot be had."""
-        settings = self._settings
-        path = config.admin_socket(settings)
-        try:
-            self._endpoints = claim(self._server.service.store, "admin", path)
-            for endpoint in self._endpoints:
-                self.api.listen(endpoint.listen(settings.admin_socket_mode, settings.admin_socket_group))
-            path = str(self._endpoints[0].path)
-        except EndpointError as error:
-            if settings.admin_socket:
-                raise AdminError(f"admin_socket: {error}") from None
-            # Where nobody asked for it, it is no reason not to serve.
-            log.warning("admin_unavailable", reason=str(error))
-        if settings.admin_tcp:
-            host, port = config.admin_address(settings)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-            try:
-                self._tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self._tcp.bind((host, port))
-                self._tcp.listen(BACKLOG)
-            except OSError as error:
-                raise AdminError(f"admin_tcp: cannot serve {settings.admin_tcp}: {error.strerror}") from None
-            self.api.listen(self._tcp)
+    def listen(self, settings: config.Settings) -> None:
+        """Opens what can be had of the sockets."""
         logs.taps.append(self._logged)
-        log.info("admin_ready", socket=path if self._endpoints else "", tcp=self.address)
+        self._take_socket(
+            doors.open_socket(settings, self._server.service.store), asked=settings.admin_socket
+        )
+        if settings.admin_tcp:
+            tokens = doors.read(settings)
+            self._take_tcp(doors.open_tcp(settings, tokens), tokens, settings)
+        self._say_ready()
+
+    def _take_socket(self, found: list[doors.Listener] | doors.Shut, *, asked: str) -> None:
+        if isinstance(found, doors.Shut):
+            self._say_shut(found, "error" if asked else "warning")
+            return
+        self._shut.pop("admin_socket", None)
+        self._endpoints = [endpoint for endpoint, _ in found]
+        for _, listening in found:
+            self.api.listen(listening)
+
+    def _take_tcp(
+        self, found: socket.socket | doors.Shut, tokens: Tokens | TokenError, settings: config.Settings
+    ) -> None:
+        if isinstance(found, doors.Shut):
+            self._say_shut(found, "error")
+            return
+        assert isinstance(tokens, Tokens)
+        self._shut.pop("admin_tcp", None)
+        self.api.tokens = tokens
+        self._tcp, self._tcp_for = found, settings.admin_tcp
+        self.api.listen(found)
+
+    def _say_shut(self, shut: doors.Shut, level: str) -> None:
+        self._shut[shut.door] = shut
+        getattr(log, level)(
+            "admin_unavailable", door=shut.door, where=shut.where, reason=shut.reason, remedy=shut.remedy
+        )
+
+    def _say_ready(self) -> None:
+        if self._endpoints or self._tcp is not None:
+            path = str(self._endpoints[0].path) if self._endpoints else ""
+            log.info("admin_ready", socket=path, tcp=self.address)
+
+    @property
+    def has_socket(self) -> bool:
+        """Whether the Unix socket is served."""
+        return bool(self._endpoints)
+
+    def checks(self) -> list[Check]:
+        """Of /healthz: each door that the settings ask for."""
+        found = []
+        asked = {"admin_socket": True, "admin_tcp": bool(self._server.settings.admin_tcp)}
+        served = {
+            "admin_socket": str(self._endpoints[0].path) if self._endpoints else "", "admin_tcp": self.address
+        }  # fmt: skip
+        for door in (name for name, wanted in asked.items() if wanted):
+            shut = self._shut.get(door)
+            if shut is None:
+                found.append(Check(door, ok=True, reason=f"served at {served[door]}", vital=False))
+                continue
+            how = (
+                f"{shut.where} is served with the tokens of before"
+                if served[door]
+                else f"{shut.where} is not served"
+            )
+            found.append(
+                Check(
+                    door,
+                    ok=False,
+                    reason=f"{how}: {shut.reason}; {shut.remedy}",
+                    vital=False,
+                    remedy=shut.remedy,
+                )
+            )
+        return found
 
     @property
     def address(self) -> str:
@@ -640,15 +693,78 @@ class AdminService:
             except Exception as error:  # noqa: BLE001 -- engines are served all the same
                 self.raised("tick", error)
 
-    def reload(self) -> None:
-        """The settings have been read again: tokens are, too; those of files that cannot be used stay as they were."""
-        settings = self._settings
+    async def reload(self, settings: config.Settings) -> tuple[list[str], list[str]]:
+        """The settings have been read again: tokens are, and doors that are shut are tried; in sentences.
+
+        What is new, and what cannot be had.  Tokens of files that cannot be used stay as they were.
+        """
+        taken: list[str] = []
+        failed: list[str] = []
+        if self._tcp is not None and self._tcp_for != settings.admin_tcp:
+            # First, since one address may be part of the other: 0.0.0.0 and 127.0.0.1.
+            taken.append(f"admin_tcp: {self.address} is closed")
+            self._close_tcp()
         if not settings.admin_tcp:
-            return
-        try:
-            self.api.tokens = read_tokens(settings.admin_token_file, settings.admin_act_token_file)
-        except TokenError as error:
-            log.error("admin_tokens_kept", reason=str(error))
+            self._shut.pop("admin_tcp", None)
+        else:
+            tokens = await asyncio.to_thread(doors.read, settings)
+            if self._tcp is None:
+                opened = await asyncio.to_thread(doors.open_tcp, settings, tokens)
+                if self._closed and isinstance(opened, socket.socket):
+                    opened.close()
+                if self._closed:
+                    return taken, failed
+                self._take_tcp(opened, tokens, settings)
+                if not isinstance(opened, doors.Shut):
+                    taken.append(f"admin_tcp: served at {self.address} from now on")
+            elif isinstance(tokens, Tokens):
+                taken += self._change_tokens(tokens)
+            else:
+                log.error("admin_tokens_kept", reason=tokens.reason, remedy=tokens.remedy)
+                self._shut["admin_tcp"] = doors.Shut(
+                    "admin_tcp", settings.admin_tcp, tokens.reason, f"{tokens.remedy}, {doors.AGAIN}"
+                )
+                failed.append(f"tokens: those of before hold on, {_of_tokens(self.api.tokens)}: {tokens}")
+        if not self._endpoints:
+            found = await asyncio.to_thread(doors.open_socket, settings, self._server.service.store)
+            if self._closed:
+                for endpoint, _ in found if not isinstance(found, doors.Shut) else ():
+                    endpoint.close()
+                return taken, failed
+            self._take_socket(found, asked=settings.admin_socket)
+            if self._endpoints:
+                taken.append(f"admin_socket: served at {self._endpoints[0].path} from now on")
+        if any(" from now on" in each for each in taken):
+            self._say_ready()
+        failed += [
+            f"{each.door}: {each.where} is not served: {each.reason}: {each.remedy}"
+            for each in self._shut.values()
+            if each.door == "admin_socket" or self._tcp is None
+        ]
+        return taken, failed
+
+    def _change_tokens(self, tokens: Tokens) -> list[str]:
+        """Those of the files hold from now on, and who is connected with another one is not any more."""
+        self._shut.pop("admin_tcp", None)
+        before = self.api.tokens.names if self.api.tokens is not None else {}
+        self.api.tokens = tokens
+        if before == tokens.names:
+            return []
+        self.api.door.turn_out(tokens.names)
+        new = sorted(tokens.names.keys() - before.keys())
+        gone = sorted(before.keys() - tokens.names.keys())
+        log.info("admin_tokens", look=_look(tokens), act=_act(tokens), new=new, gone=gone)
+        said = f"tokens: {_of_tokens(tokens)} hold from now on"
+        said += f"; new: {', '.join(new)}" if new else ""
+        return [said + (f"; no longer: {', '.join(gone)}" if gone else "")]
+
+    def _close_tcp(self) -> None:
+        if self._tcp is not None:
+            self.api.door.forget(self._tcp)
+            self._tcp.close()
+            self._tcp = None
+        self.api.door.turn_out()
+        self.api.tokens = None
 
     def caused(self, context: Mapping[str, Any]) -> bool:
         """Whether what the loop's handler of exceptions was told of is one HTTP connection's affair."""
@@ -674,6 +790,7 @@ class AdminService:
 
     def close_sockets(self) -> None:
         """Gives the sockets back."""
+        self._closed = True
         self.api.door.stop_listening()
         if self._tcp is not None:
             self._tcp.close()
@@ -695,7 +812,16 @@ class AdminService:
     def refused(self) -> None:
         """Too many connections."""
         self.refused_connections += 1
-        limited(log, "admin_refused", 10.0, connections=self._settings.admin_connections)
+        limited(log, "admin_refused", 10.0, connections=self._server.settings.admin_connections)
+
+    def crowded(self) -> None:
+        """Too many over TCP that show no token: the one that has been there longest was closed."""
+        self.cut_connections += 1
+        limited(log, "admin_crowded", 10.0, connections=STRANGERS_MOST)
+
+    def unknown_token(self, peer: str) -> None:
+        """Somebody showed a token that is none of ours, or no longer."""
+        sparing(log, "admin_token_unknown", TOKEN_LINES, 10.0, level="warning", peer=peer)
 
     def cut(self, reason: str) -> None:
         """A client was too slow."""
@@ -714,14 +840,21 @@ class AdminService:
         limited(log, "accept_failed", 10.0, reason=reason)
 
 
-def start(server: Server, settings: config.Settings) -> AdminService | None:
-    """Opens the admin API; None where it is switched off.  Raises AdminError."""
-    if not settings.admin:
-        return None
+def start(server: Server, settings: config.Settings) -> AdminService:
+    """Opens the admin API, as far as it can be had."""
     service = AdminService(server, settings)
-    try:
-        service.listen()
-    except AdminError:
-        service.close_sockets()
-        raise
+    service.listen(settings)
     return service
+
+
+def _look(tokens: Tokens | None) -> list[str]:
+    return [name for name, acts in (tokens.names if tokens is not None else {}).items() if not acts]
+
+
+def _act(tokens: Tokens | None) -> list[str]:
+    return [name for name, acts in (tokens.names if tokens is not None else {}).items() if acts]
+
+
+def _of_tokens(tokens: Tokens | None) -> str:
+    """How many there are of either kind."""
+    return f"{len(_look(tokens))} that may look and {len(_act(tokens))} that may act"

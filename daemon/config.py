@@ -425,8 +425,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tenants: tuple[TenantSettings, ...] = ()
 
 
-RELOADABLE: Final = ("client_uids", "client_gids", "control_uids", "control_gids", "tenants")
+RELOADABLE: Final = (
+    "client_uids", "client_gids", "control_uids", "control_gids", "tenants",
+    "namespaces_per_user",
+    "admin_tcp", "admin_tcp_any", "admin_token_file", "admin_act_token_file",
+)  # fmt: skip
 """Settings that SIGHUP changes and SetConfig does not: who may do what, and how much of it."""
+RETRIED: Final = ("admin_socket", "admin_socket_mode", "admin_socket_group")
+"""Settings that SIGHUP changes where what they are for could not be had so far."""
 CHANGEABLE: Final = (
     "log_level", "stall_seconds", "reply_seconds", "idle_hello_seconds", "drain_seconds", "slice_us",
     "compaction", "compaction_start", "compaction_stop", "compaction_run_blocks", "compaction_duty",
@@ -1291,6 +1297,7 @@ __all__ = [
     "PoolSettings",
     "PoolSum",
     "RELOADABLE",
+    "RETRIED",
     "Rule",
     "Settings",
     "TenantSettings",

@@ -1,13 +1,15 @@
 """Whether the daemon works: named checks, each judged by what it has seen in the last seconds, with its reason.
 
-Something is only wrong here if it is the daemon's own affair and it will not mend by itself: a supervisor may restart
-the process for it.  That memory is short, an engine stalls or a client misbehaves is no illness of the daemon.
+Something is only wrong here if it is the daemon's own affair and it will not mend by itself.  That memory is short, an
+engine stalls or a client misbehaves is no illness of the daemon.  A supervisor may restart the process for a check that
+is `vital`; for one that is not, a restart would cost the cache and mend nothing.
 
     loop         the timer of a second comes in time
     device:NAME  the pool's device thread answers
     socket       the engines' socket is where it should be, ours, and accepting
     descriptors  there are some left
     audit:NAME   the last recount of the pool agreed with its counts
+    admin_socket, admin_tcp   the admin API's doors are open as the settings say (not vital)
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Check(NamedTuple):
     name: str
     ok: bool
     reason: str
+    vital: bool = True
+    remedy: str = ""
 
 
 class _Probe:
@@ -75,6 +79,8 @@ class Health:
         found += [self._device(name, probe, now) for name, probe in self._probes.items()]
         found += [self._socket(), self._descriptors()]
         found += [self._audit(name) for name in self._server.pools]
+        if self._server.admin is not None:
+            found += self._server.admin.checks()
         return found
 
     def _loop(self, now: float) -> Check:

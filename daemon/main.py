@@ -286,6 +286,7 @@ def _refuse(error: Any, arguments: argparse.Namespace) -> int:
             "ok": False,
             "problems": error.problems,
             "warnings": warnings,
+            "admin": [],
             "settings": None,
             "origins": {},
             "pools": [],
@@ -312,11 +313,15 @@ def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
         # never is.
         short = sum(each.size_bytes for each in sums) <= memory.total_bytes
         (warnings if short else problems).extend(error.problems)
+    # A daemon serves engines without its admin API, so that none of this keeps it from starting.
+    admin = _admin_problems(effective.settings)
+    warnings += admin
     if json is not None:
         result = {
             "ok": not problems,
             "problems": problems,
             "warnings": warnings,
+            "admin": admin,
             "settings": msgspec.to_builtins(effective.settings),
             "origins": effective.origins,
             "pools": [msgspec.to_builtins(each) for each in sums],
@@ -330,6 +335,15 @@ def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
     for each in problems:
         print(f"kvslotd: {each}", file=sys.stderr)
     return CONFIG if problems else OK
+
+
+def _admin_problems(settings: Settings) -> list[str]:
+    """Of what the admin API needs: token files, the port, a folder."""
+    if not settings.admin or not (settings.admin_tcp or settings.admin_socket):
+        return []
+    from kvslot.daemon import doors  # a third of a second
+
+    return doors.problems(settings)
 
 
 def _write_json(result: object, where: str) -> None:

@@ -57,7 +57,7 @@ from kvslot.api.wire.errors import CODES
 from kvslot.daemon import config, inspection, logs, process
 from kvslot.daemon.collector import Collector
 from kvslot.daemon.compactor import Compactor
-from kvslot.daemon.config import CHANGEABLE, RELOADABLE
+from kvslot.daemon.config import CHANGEABLE, RELOADABLE, RETRIED
 from kvslot.daemon.connection import LONG_TOKENS, Connection, Long
 from kvslot.daemon.device import huge
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
@@ -95,6 +95,8 @@ DESCRIPTORS_SPARE: Final = 32
 """For all else: pools, lock, log, libraries."""
 TOOLS: Final = 32
 """Connections beyond `sessions_max`: those who have said nothing yet, and tools, which have no session."""
+ADMIN_STRANGERS: Final = 32
+"""Connections to the admin API that have not shown a token (api/admin/guard.py, which is not loaded without it)."""
 DESCRIPTORS_ALL: Final = 1 << 20
 """Beyond any number that is in use; closing a range is one system call."""
 SESSION_LINES: Final = 50
@@ -165,7 +167,8 @@ class Server:
         self._counts = self.latency.counts
         self._counts.update(dict.fromkeys(TABLE, 0))
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        admin = settings.admin_connections * (2 if settings.admin_tcp else 1) if settings.admin else 0
+        # Over TCP, which a reload may open, there are as many, and those that have not shown a token.
+        admin = settings.admin_connections * 2 + ADMIN_STRANGERS if settings.admin else 0
         wanted = DESCRIPTORS_EACH * settings.sessions_max + TOOLS + DESCRIPTORS_SPARE + admin
         if limit < wanted:
             limit = min(wanted, hard) if hard != resource.RLIM_INFINITY else wanted
@@ -1050,6 +1053,7 @@ class Server:
                 self.service.reloading()
                 try:
                     changed, needs_restart = self._take(await asyncio.to_thread(reread))
+                    taken, failed = await self._beside_settings()
                 except config.ConfigError as error:
                     log.error("reload_failed", reason=str(error))
                     told = f"settings stay as they are: {error}"
@@ -1060,7 +1064,10 @@ class Server:
                     ]
                 else:
                     outcome = "done"
-                    replies = [messages.Reloaded(number, changed, needs_restart) for _, number in asked_for]
+                    replies = [
+                        messages.Reloaded(number, changed, needs_restart, taken, failed)
+                        for _, number in asked_for
+                    ]
                 finally:
                     self.service.reloaded(self)
                 for (connection, _), reply in zip(asked_for, replies, strict=True):
@@ -1084,7 +1091,9 @@ class Server:
             for name in type(settings).__struct_fields__
             if getattr(settings, name) != getattr(self.settings, name)
         ]
-        taken = {name: getattr(settings, name) for name in changed if name in CHANGEABLE + RELOADABLE}
+        retried = RETRIED if self.admin is not None and not self.admin.has_socket else ()
+        now = CHANGEABLE + RELOADABLE + retried
+        taken = {name: getattr(settings, name) for name in changed if name in now}
         self.settings = msgspec.structs.replace(self.settings, **taken)
         self.identity.change(self.settings)
         self.identity.recount(self.sessions.values())
@@ -1103,9 +1112,11 @@ class Server:
         log.info("reloaded", changed=taken, needs_restart=needs_restart)
         return list(taken), needs_restart
 
+    async def _beside_settings(self) -> tuple[list[str], list[str]]:
+        """What settings name and hold not themselves, looked at again: what is new, and what cannot be had."""
+        return await self.admin.reload(self.settings) if self.admin is not None else ([], [])
+
     def _settings_changed(self) -> None:
-        if self.admin is not None:
-            self.admin.reload()
         for compactor in self.compactors.values():
             compactor.poke()
 
@@ -1222,6 +1233,7 @@ class _View:
                 for each in self._server.pools.values()
                 if each.journal is not None and each.journal.everybody is not None
             ],
+            "admin": [each._asdict() for each in self._server.admin.checks()] if self._server.admin is not None else [],
         }
         return {**process.facts(), **kept, **self._server.door()}
 
@@ -1314,11 +1326,7 @@ async def _serve(
         if settings.admin:
             from kvslot.daemon import admin
 
-            try:
-                server.admin = admin.start(server, settings)
-            except admin.AdminError as error:
-                log.error("cannot_start", reason=str(error))
-                return 3
+            server.admin = admin.start(server, settings)
         log.info(
             "ready",
             socket=settings.socket,

@@ -417,6 +417,7 @@ class Admin:
             response = await self._answer(request, identity)
             last = self.door.draining or (guarded.ended_by_peer and not guarded.inner.queued)
             last = last or guarded.overstayed(self.door.loop.time())
+            last = last or (isinstance(identity, SourceError) and identity.status == 503)  # there is no room
             if last or not await _read_off(request):
                 response.force_close()
             return response
@@ -478,8 +479,15 @@ class Admin:
         if sock.family == socket.AF_UNIX:
             auth.check_host(request.headers.get("Host"))
             return guarded.identity(sock)
-        assert self.tokens is not None
-        return auth.by_token(self.tokens, request.headers.get("Authorization"))
+        authorization = request.headers.get("Authorization")
+        try:
+            identity = auth.by_token(self.tokens, authorization)
+        except SourceError:
+            if authorization:
+                self._caller.unknown_token(_address(sock))
+            raise
+        guarded.enter(identity)
+        return identity
 
     async def _body(self, request: web.BaseRequest, route: Route) -> Any:
         if not request.body_exists or request.content_length == 0:
@@ -607,6 +615,15 @@ class Admin:
         except TimeoutError:
             return False
         return True
+
+
+def _address(sock: Any) -> str:
+    """Of who is connected by TCP."""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return ""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def _read_off(request: web.BaseRequest) -> bool:

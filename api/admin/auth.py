@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,12 @@ TOKENS_MOST: Final = 64
 
 
 class TokenError(Exception):
-    """A token file that cannot be used; the message says why and what to do."""
+    """A token file that cannot be used: `reason` says which and why, `remedy` what to do, the message both."""
+
+    def __init__(self, path: Path, why: str, remedy: str) -> None:
+        super().__init__(f"{path}: {why}: {remedy}")
+        self.reason = f"{path}: {why}"
+        self.remedy = remedy
 
 
 class Tokens:
@@ -46,14 +52,23 @@ class Tokens:
     def __len__(self) -> int:
         return len(self._digests)
 
+    @property
+    def names(self) -> Mapping[str, bool]:
+        """What logs call them, digits of their digests, and whether each may act."""
+        return {_name(digest): acts for digest, acts in self._digests.items()}
+
     def identify(self, token: str) -> Identity | None:
         """Whose it is, or None.  Takes as long whichever it is."""
         digest = hashlib.sha256(token.encode(errors="surrogateescape")).digest()
         found: Identity | None = None
         for known, acts in self._digests.items():
             if hmac.compare_digest(known, digest):
-                found = Identity(how="token", token=known.hex()[:8], acts=acts)
+                found = Identity(how="token", token=_name(known), acts=acts)
         return found
+
+
+def _name(digest: bytes) -> str:
+    return digest.hex()[:8]
 
 
 def read_tokens(views: str, acts: str) -> Tokens:
@@ -67,38 +82,77 @@ def read_tokens(views: str, acts: str) -> Tokens:
 
 def _read(path: Path) -> list[str]:
     """A token a line; empty lines and those that begin with # are none."""
+    fresh = "write one token a line, say of `openssl rand -hex 32`"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        made = f"install -m 600 -o {_me()} /dev/null {path}; openssl rand -hex 32 > {path}"
+        raise TokenError(path, "there is no such file", f"make it ({made}), or mend the setting") from None
+    except PermissionError:
+        raise TokenError(path, f"user {_me()} may not read it{_owner(path)}", _let_read(path)) from None
     except OSError as error:
-        raise TokenError(f"{path}: cannot be read: {error.strerror}") from None
+        raise TokenError(
+            path, f"cannot be read: {error.strerror}", "mend that, or name another file"
+        ) from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise TokenError(f"{path}: is no plain file")
+        raise TokenError(path, "is no plain file", "name a file with a token a line")
     with open(descriptor, "rb") as file:
         if status.st_mode & 0o027:
             raise TokenError(
-                f"{path}: mode {stat.S_IMODE(status.st_mode):04o} lets others read or write it: chmod 0640 or 0600"
-            )
-        content = file.read(FILE_BYTES + 1)
+                path, f"mode {stat.S_IMODE(status.st_mode):04o} lets others read or write it",
+                f"chmod 600 {path}, or 640 for a group that may read it, and other tokens in it",
+            )  # fmt: skip
+        try:
+            content = file.read(FILE_BYTES + 1)
+        except OSError as error:
+            raise TokenError(path, f"cannot be read: {error.strerror}", "name another file") from None
     if len(content) > FILE_BYTES:
-        raise TokenError(f"{path}: more than {FILE_BYTES} bytes: this is no token file")
+        raise TokenError(path, f"more than {FILE_BYTES} bytes: this is no token file", "name another one")
     try:
         lines = [line.strip() for line in content.decode("ascii").splitlines()]
     except UnicodeDecodeError:
-        raise TokenError(f"{path}: tokens are ASCII text, one a line") from None
+        raise TokenError(path, "tokens are ASCII text, one a line", fresh) from None
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens:
-        raise TokenError(f"{path}: holds no token: write one, say of `openssl rand -hex 32`")
+        raise TokenError(path, "holds no token", fresh)
     if len(tokens) > TOKENS_MOST:
-        raise TokenError(f"{path}: {len(tokens)} tokens, and {TOKENS_MOST} are the most")
+        raise TokenError(
+            path, f"{len(tokens)} tokens, and {TOKENS_MOST} are the most", "take the old ones out"
+        )
     for number, token in enumerate(tokens, 1):
         if not TOKEN_LEAST <= len(token) <= TOKEN_MOST or not token.isprintable() or " " in token:
             raise TokenError(
-                f"{path}: token {number}: {TOKEN_LEAST} to {TOKEN_MOST} characters without spaces are needed: "
-                "write one of `openssl rand -hex 32`"
-            )
+                path, f"token {number}: {TOKEN_LEAST} to {TOKEN_MOST} characters without spaces are needed",
+                "write one of `openssl rand -hex 32`",
+            )  # fmt: skip
     return tokens
+
+
+def _me() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _owner(path: Path) -> str:
+    """Whose the file is, as far as it can be seen."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f" (it is {status.st_uid}:{status.st_gid} {stat.S_IMODE(status.st_mode):04o})"
+
+
+def _let_read(path: Path) -> str:
+    """What opens a file to this user and nobody else; a folder on the way may be what is closed."""
+    try:
+        os.stat(path)
+    except OSError:
+        return f"move it into a folder that user {_me()} may enter, or let it into this one (namei -l {path})"
+    return f"chown {_me()} {path} && chmod 600 {path}"
 
 
 def token_of(authorization: str) -> str:
@@ -115,10 +169,10 @@ def token_of(authorization: str) -> str:
     return ""
 
 
-def by_token(tokens: Tokens, authorization: str | None) -> Identity:
+def by_token(tokens: Tokens | None, authorization: str | None) -> Identity:
     """Who asks on TCP; SourceError 401 without a token that is known."""
     token = token_of(authorization) if authorization else ""
-    identity = tokens.identify(token) if token else None
+    identity = tokens.identify(token) if token and tokens is not None else None
     if identity is None:
         what = "this token is not known" if token else "a token is needed"
         raise SourceError(401, "unauthorized", what, "send Authorization: Bearer TOKEN, of admin_token_file")

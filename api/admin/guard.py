@@ -10,10 +10,15 @@ A web server trusts its clients' patience too much for a process that owns a GPU
 
 The clock is looked at once a second, so nothing is set and cancelled for each request.  There is room for so many
 connections; who comes beyond is told 503 and closed.  Unix sockets and TCP have a `Room` each, with its own count and
-rates, so that who has no token holds up nobody on the machine; and until one on TCP has shown a token, it has
-`STRANGER_SECONDS` where others have more, and shares the rate of its like.  Accepting stops for a moment when
-descriptors run out, as on the engines' socket.  Nothing that a client does here ends the process: what aiohttp raises
-costs that connection only.
+rates, so that who has no token holds up nobody on the machine.
+
+Who comes by TCP is a stranger until it has shown a token that is known.  Strangers have a small place of their own
+before the room, `STRANGERS_MOST`, with `STRANGER_SECONDS` and a rate of their like.  Where it is full the one that has
+been there longest is closed for the one that comes: so many do not fit before it (ACCEPT_RATE) that who has a token,
+and shows it with its first request, would not be through.  So no number of them keeps anybody out.
+
+Accepting stops for a moment when descriptors run out, as on the engines' socket.  Nothing that a client does here ends
+the process: what aiohttp raises costs that connection only.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from kvslot.api.admin.views import ErrorBody, Failure, Identity
+from kvslot.api.admin.views import ErrorBody, Failure, Identity, SourceError
 
 IDLE_SECONDS: Final = 60.0
 """Longer than scrapers wait between two scrapes by default, so that they keep their connection."""
@@ -54,6 +59,8 @@ STRANGER_BURST: Final = 60.0
 """The same, of requests without a token that is known: a page's own files are a few."""
 STRANGER_SECONDS: Final = 5.0
 """To wait and to read, for who has not shown one; an answer later than that is its connection's last."""
+STRANGERS_MOST: Final = 32
+"""Connections over TCP that have not shown a token; at the rate of new ones each has a third of a second for it."""
 WAIT_MOST: Final = 5.0
 """Seconds; what was asked by those who have gone meanwhile makes nobody wait longer."""
 
@@ -92,6 +99,8 @@ class Caller(Protocol):
     """Told what goes on at the door."""
 
     def refused(self) -> None: ...
+    def crowded(self) -> None: ...
+    def unknown_token(self, peer: str) -> None: ...
     def cut(self, reason: str) -> None: ...
     def raised(self, where: str, error: BaseException) -> None: ...
     def accept_failed(self, reason: str) -> None: ...
@@ -100,7 +109,9 @@ class Caller(Protocol):
 class Room:
     """What the connections of one kind of listening sockets share."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, *, tokens: bool) -> None:
+        """`tokens`: who comes is a stranger until it has shown one."""
+        self.tokens = tokens
         self.requests = Bucket(REQUEST_RATE, REQUEST_BURST, now)
         self.strangers = Bucket(STRANGER_RATE, STRANGER_BURST, now)
         self.accepts = Bucket(ACCEPT_RATE, ACCEPT_BURST, now)
@@ -131,7 +142,7 @@ class Door:
         self.send_seconds = send_seconds
         self.draining = False
         now = loop.time()
-        self._unix, self._tcp = Room(now), Room(now)
+        self._unix, self._tcp = Room(now, tokens=False), Room(now, tokens=True)
         self.connections: dict[Any, Guarded] = {}  # by aiohttp's protocol, as requests know it
         self._listeners: dict[int, socket.socket] = {}
         self._joining: dict[asyncio.Task[Any], Room] = {}
@@ -142,9 +153,39 @@ class Door:
         self._listeners[listener.fileno()] = listener
         self.loop.add_reader(listener.fileno(), self._accept, listener)
 
-    def _taken(self, room: Room) -> int:
-        inside = sum(each.room is room for each in self.connections.values())
-        return inside + sum(each is room for each in self._joining.values())
+    def forget(self, listener: socket.socket) -> None:
+        """Accepts no more there; the socket is the caller's to close, behind this."""
+        if self._listeners.pop(listener.fileno(), None) is not None:
+            self.loop.remove_reader(listener.fileno())
+
+    def turn_out(self, known: Collection[str] = ()) -> None:
+        """Over TCP only these tokens hold any more: who follows events by another one, or waits by none, is closed.
+
+        Others say a token with their next request.
+        """
+        for connection in tuple(self.connections.values()):
+            gone = connection.streaming and connection.token not in known
+            if connection.room is self._tcp and (gone or (not known and connection.waiting)):
+                connection.abort()
+
+    def full(self, room: Room) -> bool:
+        """Whether nobody else fits; strangers stand before the room, not in it."""
+        inside = sum(each.room is room and each.known for each in self.connections.values())
+        return inside + sum(each is room and not room.tokens for each in self._joining.values()) >= self.most
+
+    def _make_place(self, room: Room) -> None:
+        """For one more stranger: the one that has been there longest goes."""
+        strangers = [
+            each
+            for each in self.connections.values()
+            if each.room is room and not each.known and not each.aborted
+        ]
+        if (
+            len(strangers) + sum(each is room for each in self._joining.values()) >= STRANGERS_MOST
+            and strangers
+        ):
+            self.caller.crowded()
+            strangers[0].abort()  # they are in the order in which they came
 
     def _accept(self, listener: socket.socket) -> None:
         room = self._unix if listener.family == socket.AF_UNIX else self._tcp
@@ -165,10 +206,12 @@ class Door:
                 # This one comes in; the next ones wait in the socket's backlog.
                 self.loop.remove_reader(listener.fileno())
                 self.loop.call_later(wait, self._accept_again, listener)
-            if self._taken(room) >= self.most:
+            if not room.tokens and self.full(room):
                 self.caller.refused()
                 _turn_away(sock)
             else:
+                if room.tokens:
+                    self._make_place(room)
                 task = self.loop.create_task(self._join(sock, room))
                 self._joining[task] = room
                 task.add_done_callback(self._joined)
@@ -181,9 +224,7 @@ class Door:
 
     async def _join(self, sock: socket.socket, room: Room) -> None:
         try:
-            await self.loop.connect_accepted_socket(
-                lambda: Guarded(self, room, known=room is self._unix), sock
-            )
+            await self.loop.connect_accepted_socket(lambda: Guarded(self, room, known=not room.tokens), sock)
         except OSError:
             sock.close()
 
@@ -279,6 +320,9 @@ class Guarded(asyncio.Protocol):
         self._stuck_since = 0.0
         self._closing_since = 0.0
         self._identity: Identity | None = None
+        self.aborted = False
+        self.token = ""
+        """That it has shown, as logs call it."""
 
     @property
     def waiting(self) -> bool:
@@ -329,9 +373,16 @@ class Guarded(asyncio.Protocol):
             self._identity = Identity(how="unix", pid=pid, uid=uid, gid=gid, groups=_groups_of(sock))
         return self._identity
 
+    def enter(self, identity: Identity) -> None:
+        """It is known who that is; SourceError 503 where the room has no place for one more."""
+        if not self.known and self.door.full(self.room):
+            self.door.caller.refused()
+            error = msgspec.json.decode(FULL_BODY, type=Failure).error
+            raise SourceError(503, error.code, error.message, error.remedy)
+        self.known, self.token = True, identity.token
+
     def charge(self, now: float, *, known: bool) -> float:
         """Of a request by one that is known, or is not: seconds until it may be answered."""
-        self.known = self.known or known
         return (self.room.requests if known else self.room.strangers).take(now)
 
     def overstayed(self, now: float) -> bool:
@@ -351,6 +402,7 @@ class Guarded(asyncio.Protocol):
 
     def abort(self) -> None:
         """Ends it at once."""
+        self.aborted = True
         if self.transport is not None:
             self.transport.abort()
 

@@ -55,10 +55,14 @@ class Check(View, frozen=True, kw_only=True):
     name: Annotated[str, Meta(examples=["device"])]
     ok: bool
     reason: Annotated[str, Meta(description="what it was judged by; with `ok` false, what is wrong")]
+    vital: Annotated[
+        bool,
+        Meta(description="whether engines need it; a failed one that is not leaves the daemon's `ok` true"),
+    ] = True
 
 
 class Health(View, frozen=True, kw_only=True):
-    """Whether the daemon works: every check by name.  Status 200 if all are ok, else 503."""
+    """Whether the daemon works: every check by name.  Status 200 if all vital ones are ok, else 503."""
 
     ok: bool
     checks: list[Check]
@@ -574,6 +578,12 @@ class Reloaded(View, frozen=True, kw_only=True):
     needs_restart: Annotated[
         list[str], Meta(description="settings that differ and hold after a restart only")
     ]
+    taken: Annotated[
+        list[str], Meta(description="what is new of the tokens and of the sockets of this API, in sentences")
+    ] = []
+    failed: Annotated[
+        list[str], Meta(description="what of them cannot be had, and what to do; what was before goes on")
+    ] = []
 
 
 class Done(View, frozen=True, kw_only=True):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,15 @@ import pytest
 
 from kvslot.api.admin import SourceError, TokenError, guard, read_tokens
 from kvslot.api.admin.auth import by_token, check_host, check_origin, host_of
+from kvslot.api.client import Control
+from kvslot.api.wire.messages import Reloaded
 from kvslot.daemon import config
+from kvslot.daemon.admin import TOKEN_LINES
+from kvslot.daemon.main import main
 
 from ..tools.daemon import Running, configuration, running
-from .http import Client, connect, gone
+from ..tools.wire import Wire
+from .http import Client, Stream, connect, gone
 
 VIEW = "view-0123456789abcdef"
 ACT = "act-0123456789abcdef0"
@@ -170,27 +179,148 @@ def test_what_is_allowed_outright(tmp_path: Path) -> None:
     assert not config.load(file, {}).admin
 
 
-def refused(said: str, **settings: Any) -> None:
-    """A daemon with such settings ends as it starts, with code 3 and these words."""
-    match = f"ended with 3:(?s:.)*{re.escape(said)}"
-    with pytest.raises(AssertionError, match=match), running(**settings):
-        pass  # never
+def shut(daemon: Running, door: str) -> dict[str, Any]:
+    """The last line that says so of a door."""
+    lines = [json.loads(line) for line in daemon.text().splitlines() if '"admin_unavailable"' in line]
+    found: dict[str, Any] = [line for line in lines if line["door"] == door][-1]
+    return found
 
 
-def test_a_bad_token_file_ends_the_start(tmp_path: Path) -> None:
-    """The daemon does not serve TCP without the tokens it was told to use, nor without TCP at all."""
-    token = write(tmp_path / "t", VIEW, 0o644)
-    refused("chmod", admin_tcp="127.0.0.1:0", admin_token_file=token)
+def health_of(daemon: Running) -> tuple[int, dict[str, Any]]:
+    """Status of /healthz, and its checks by name."""
+    with Client(daemon.socket.with_name("admin.sock")) as client:
+        answer = client.get("/healthz")
+        return answer.status, {each["name"]: each for each in answer.json()["checks"]}
 
 
-def test_a_taken_port_ends_the_start(tmp_path: Path) -> None:
-    """... and says which."""
+def reload(daemon: Running) -> Reloaded:
+    with Control(str(daemon.socket)) as control:
+        return control.reload()
+
+
+def served(daemon: Running) -> None:
+    """Engines are."""
+    with Wire(daemon.socket) as wire:
+        wire.hello()
+
+
+def spoil(path: Path, how: str) -> None:
+    match how:
+        case "missing":
+            path.unlink()
+        case "open":
+            path.chmod(0o644)
+        case "empty":
+            path.write_text("")
+        case _:
+            raise AssertionError(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("missing", "no such file"), ("open", "mode 0644"), ("empty", "holds no token")]
+)
+def test_a_bad_token_file_costs_tcp_only(tmp_path: Path, how: str, said: str) -> None:
+    """Engines are served, one line and a failed check say what to do, and done as it says a reload opens TCP."""
+    file = write(tmp_path / "t", VIEW)
+    spoil(file, how)
+    with running(admin_tcp="127.0.0.1:0", admin_token_file=file) as daemon:
+        served(daemon)
+        line = shut(daemon, "admin_tcp")
+        assert line["level"] == "error"
+        assert said in line["reason"]
+        assert str(file) in line["reason"]
+        assert "reload" in line["remedy"]
+        status, checks = health_of(daemon)
+        assert status == 200  # a supervisor that restarted it would lose the cache, and mend nothing
+        assert not checks["admin_tcp"]["ok"]
+        assert said in checks["admin_tcp"]["reason"]
+        assert any(said in each for each in reload(daemon).failed)
+        write(file, VIEW)
+        told = reload(daemon)
+        assert not told.failed
+        assert "served at 127.0.0.1:" in told.taken[0]
+        with Client(tcp_of(daemon), {"Authorization": f"Bearer {VIEW}"}) as client:
+            assert client.get("/readyz").status == 200
+        assert health_of(daemon)[1]["admin_tcp"]["ok"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_token_file_of_root_is_told_to_the_daemons_user(tmp_path: Path) -> None:
+    """The commonest of mistakes: written by root, and the daemon is another user."""
+    file = write(tmp_path / "t", VIEW)
+    for each in (tmp_path, *tmp_path.parents[:2]):
+        each.chmod(0o755)
+    program = """
+import os, sys
+from kvslot.api.admin import TokenError, read_tokens
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    read_tokens(sys.argv[1], "")
+except TokenError as error:
+    print(error.reason, error.remedy, sep="\\n")
+"""
+    done = subprocess.run(
+        [sys.executable, "-Ic", program, str(file)], capture_output=True, text=True, check=True
+    )
+    reason, remedy = done.stdout.splitlines()
+    assert reason == f"{file}: user nobody may not read it (it is 0:0 0600)"
+    assert remedy == f"chown nobody {file} && chmod 600 {file}"
+
+
+def test_a_taken_port_and_a_wrong_address_cost_tcp_only(tmp_path: Path) -> None:
+    """Engines are served; a reload has the port once it is free, and another address once the settings say it."""
     token = write(tmp_path / "t", VIEW)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        refused(where, admin_tcp=where, admin_token_file=token)
+        with running(admin_tcp=where, admin_token_file=token) as daemon:
+            served(daemon)
+            line = shut(daemon, "admin_tcp")
+            assert line["where"] == where
+            assert "is taken" in line["reason"]
+            assert any("is taken" in each for each in reload(daemon).failed)
+            file = daemon.socket.with_name("kvslot.toml")
+            text = file.read_text()
+            elsewhere = f'admin_tcp = "203.0.113.1:{where.rpartition(":")[2]}"\nadmin_tcp_any = true'
+            file.write_text(text.replace(f'admin_tcp = "{where}"', elsewhere))
+            assert any("no such address" in each for each in reload(daemon).failed)
+            file.write_text(text)
+            taken.close()
+            told = reload(daemon)
+            assert not told.failed
+            assert "admin_tcp" in told.changed
+            with Client(tcp_of(daemon), {"Authorization": f"Bearer {VIEW}"}) as client:
+                assert client.get("/readyz").status == 200
+                file.write_text(text.replace(f'admin_tcp = "{where}"', ""))
+                assert "is closed" in reload(daemon).taken[0]
+                gone(client.sock)
+            with pytest.raises(ConnectionRefusedError):
+                connect(("127.0.0.1", int(where.rpartition(":")[2])))
+            assert "admin_tcp" not in health_of(daemon)[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("missing", "no such file"), ("open", "mode 0644"), ("empty", "holds no token")]
+)
+def test_check_config_finds_what_keeps_tcp_shut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, said: str
+) -> None:
+    """Each is a warning with what to do; the settings are well, and a daemon would serve engines with them."""
+    token = write(tmp_path / "t", VIEW)
+    file = tmp_path / "kvslot.toml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = {"admin_tcp": where, "admin_token_file": token}
+        file.write_text(configuration(tmp_path / "s", [{}], settings))
+        taken.listen()
+        assert main(["--config", str(file), "--check-config", "--json"]) == 0
+        (told,) = json.loads(capsys.readouterr().out)["admin"]
+        assert f"admin_tcp {where}: the port is taken by process {os.getpid()}" in told
+    spoil(token, how)
+    assert main(["--config", str(file), "--check-config"]) == 0
+    assert said in capsys.readouterr().err
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -252,6 +382,47 @@ def test_tokens_are_read_again_at_a_reload(tmp_path: Path) -> None:
             assert client.ask("POST", "/v1/acts/reload", headers=new).status == 200
             assert client.ask("GET", "/readyz", headers=new).status == 200
         assert '"admin_tokens_kept"' in daemon.text()
+        told = reload(daemon)
+        assert "those of before hold on, 0 that may look and 1 that may act" in told.failed[0]
+        assert "served with the tokens of before" in health_of(daemon)[1]["admin_tcp"]["reason"]
+        file.chmod(0o600)
+        file.write_text(f"{ACT}-newer\n")
+        assert re.search("new: [0-9a-f]{8}; no longer: [0-9a-f]{8}", reload(daemon).taken[0])
+        assert health_of(daemon)[1]["admin_tcp"]["ok"]
+        assert ACT not in daemon.text()
+
+
+def test_who_follows_events_by_a_token_that_is_gone_is_closed(tmp_path: Path) -> None:
+    """One that was taken out of the file ends what goes on by it; the others go on."""
+    file = write(tmp_path / "v", f"{VIEW}\n{VIEW}-other\n")
+    with running(admin_tcp="127.0.0.1:0", admin_token_file=file) as daemon:
+        where = tcp_of(daemon)
+        with (
+            Stream(where, Authorization=f"Bearer {VIEW}") as gone_soon,
+            Stream(where, Authorization=f"Bearer {VIEW}-other") as stays,
+        ):
+            stays.until("tick")
+            file.write_text(f"{VIEW}-other\n")
+            assert reload(daemon).taken
+            gone(gone_soon.sock)
+            stays.until("tick")
+
+
+def test_unknown_tokens_are_told_with_who_showed_them(tmp_path: Path) -> None:
+    """A line has the peer's address and never the token; a hundred are some lines, and none showed none."""
+    file = write(tmp_path / "v", VIEW)
+    with running(admin_tcp="127.0.0.1:0", admin_token_file=file) as daemon:
+        with Client(tcp_of(daemon)) as client:
+            assert client.get("/readyz").status == 401
+            assert '"admin_token_unknown"' not in daemon.text()
+            port = client.sock.getsockname()[1]
+            for _ in range(30):
+                assert client.get("/readyz", Authorization=f"Bearer {ACT}").status == 401
+        lines = [json.loads(line) for line in daemon.text().splitlines() if '"admin_token_unknown"' in line]
+        assert 1 <= len(lines) <= TOKEN_LINES
+        assert lines[0]["peer"] == f"127.0.0.1:{port}"
+        assert lines[0]["level"] == "warning"
+        assert ACT not in daemon.text()
 
 
 def test_the_api_can_be_switched_off() -> None:
@@ -262,56 +433,85 @@ def test_the_api_can_be_switched_off() -> None:
 
 
 def test_a_socket_of_another_daemon_is_left_alone() -> None:
-    """S59: of two daemons in a folder the second has no API, and says so; asked for one by name, it does not start."""
+    """S59: of two daemons in a folder the second has no API, and says so; a reload has it once the first has ended."""
     with running() as first:
         admin = first.socket.with_name("admin.sock")
-        with running(socket=first.socket.with_name("t")) as second:
-            assert '"admin_unavailable"' in second.text()
-            with Client(admin) as client:
-                assert client.get("/v1/stats").json()["pid"] == first.pid
-        refused("is served by another", socket=first.socket.with_name("t"), admin_socket=admin)
-        with Client(admin) as client:
-            assert client.get("/v1/stats").json()["pid"] == first.pid
+        settings: list[dict[str, Any]] = [{}, {"admin_socket": admin}]
+        for named in settings:
+            with running(socket=first.socket.with_name("t"), **named) as second:
+                served(second)
+                line = shut(second, "admin_socket")
+                assert "is served by another" in line["reason"]
+                assert line["level"] == ("error" if named else "warning")
+                with Client(admin) as client:
+                    assert client.get("/v1/stats").json()["pid"] == first.pid
+                if named:
+                    assert "is served by another" in reload(second).failed[0]
+                    assert first.stop() == 0
+                    assert "admin_socket: served at" in reload(second).taken[0]
+                    with Client(admin) as client:
+                        assert client.get("/v1/stats").json()["pid"] == second.pid
 
 
 def tcp_of(daemon: Running) -> tuple[str, int]:
     """Where it serves TCP, by its log."""
-    line = next(line for line in daemon.text().splitlines() if '"admin_ready"' in line)
+    line = [line for line in daemon.text().splitlines() if '"admin_ready"' in line][-1]
     host, _, port = json.loads(line)["tcp"].rpartition(":")
     return host, int(port)
 
 
 def test_strangers_on_tcp_lock_nobody_out(tmp_path: Path) -> None:
-    """Connections without a token fill their own room, and are closed soon; the Unix socket has its own."""
+    """However many show no token, who has one gets in; they are closed soon; the Unix socket is another room."""
     hasty = "from kvslot.api.admin import guard; guard.STRANGER_SECONDS = 0.5"
     file = write(tmp_path / "v", VIEW)
     with running(first=hasty, admin_tcp="127.0.0.1:0", admin_token_file=file, admin_connections=4) as daemon:
         where = tcp_of(daemon)
-        held = [connect(where) for _ in range(20)]
+        held: list[socket.socket] = []
+        ended = threading.Event()
+
+        def crowd() -> None:
+            while not ended.is_set():
+                with contextlib.suppress(OSError):
+                    held.append(connect(where))
+                    held[-1].sendall(b"GET /readyz HTTP/1.1\r\n")
+                if len(held) > 300:
+                    held.pop(0).close()
+
+        crowds = threading.Thread(target=crowd)
+        crowds.start()
         try:
-            deadline = time.monotonic() + 20
-            while '"admin_refused"' not in daemon.text():
+            deadline = time.monotonic() + 30
+            while '"admin_crowded"' not in daemon.text():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             for _ in range(3):
                 with Client(daemon.socket.with_name("admin.sock")) as client:
                     assert client.get("/healthz").status == 200
+            for _ in range(3):
+                with Client(where, {"Authorization": f"Bearer {VIEW}"}) as client:
+                    assert client.get("/healthz").status == 200
+            inside = [Client(where, {"Authorization": f"Bearer {VIEW}"}) for _ in range(4)]
+            for client in inside:
+                assert client.get("/healthz").status == 200
+            with Client(where, {"Authorization": f"Bearer {VIEW}"}) as client:
+                assert client.get("/healthz").code == "too_many_connections"
+            made = time.monotonic()
+            while time.monotonic() - made < 2.0:  # beyond what strangers have
+                time.sleep(0.1)
+            for client in inside:
+                assert client.get("/healthz").status == 200
+                client.close()
+        finally:
+            ended.set()
+            crowds.join()
             for sock in held:
                 gone(sock)
-        finally:
-            for sock in held:
                 sock.close()
-        with Client(where, {"Authorization": f"Bearer {VIEW}"}) as client:
-            assert client.get("/healthz").status == 200
-            made = time.monotonic()
-            while time.monotonic() - made < 3.0:  # beyond what strangers have
-                time.sleep(0.1)
-            assert client.get("/healthz").status == 200
 
 
 def test_requests_are_charged_to_those_who_ask() -> None:
     """Who has no token waits behind its like, 5 s at most, and those who have one do not wait for them."""
-    room = guard.Room(0.0)
+    room = guard.Room(0.0, tokens=True)
     waits = [room.strangers.take(0.0) for _ in range(10_000)]
     assert waits[0] == 0.0
     assert 0.0 < waits[-1] <= guard.WAIT_MOST

@@ -99,7 +99,7 @@ async def _daemon(source: Source) -> str:
         ("of those refused", stats.refused),
     ]
     checks = [("ok" if each.ok else "FAILS", each.name, each.reason) for each in health.checks]
-    verdict = "All checks are ok" if health.ok else "A check fails"
+    verdict = "All checks are ok" if all(each.ok for each in health.checks) else "A check fails"
     return "\n".join(
         (
             table("Daemon", ("what", "value"), rows),
