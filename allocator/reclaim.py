@@ -58,18 +58,18 @@ def reclaim(
     `tokens`: all of its tokens, little-endian int32.  `extents`: flat slot, length, ...: where its positions from 0 on
     stand, with the room behind its last token.
 
-    Raises EndedHandle where a slot of it is neither cached for that position nor set aside for `former`, or where the
-    session's quota has no room for what would be its own: the sequence cannot go on.
+    Raises EndedHandle where `former` was released, where a slot is neither cached for that position nor set aside for
+    `former`, and where the session's quota has no room for what would be its own: the sequence cannot go on.
     """
     n = pool._count(root, tokens)
     if priority:
         check_priority(priority)
     if session.life:
         raise OutOfTurn("the session is not live")
-    if former.life != Life.LOST or former.proven or former.sequences:
-        raise OutOfTurn(
-            "only from a session of an earlier life of the pool, not yet released, can be reclaimed"
-        )
+    if former.life == Life.LIVE or former.sequences:
+        raise OutOfTurn("only from a session of an earlier life of the pool can be reclaimed")
+    if former.life != Life.LOST or former.proven:
+        raise EndedHandle("the session of then was released: nothing of it is left")
     if former.group is not None:
         raise OutOfTurn("of a group: steps of others of its engine may be under way")
     capacity = _size(pool, extents)

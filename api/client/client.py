@@ -128,7 +128,7 @@ class Step:
         client, number = self._client, self._number
         if error is None:
             client.complete(max(number, client._completed))
-        elif client._completed == number - 1 and client._connection.fault is None:
+        elif client._completed == number - 1:
             # What went wrong is told by `error`; the step is over all the same.  Where others before it are still
             # under way, nobody knows that they are over: `complete` is the engine's to call.
             with contextlib.suppress(KvslotError):
@@ -682,10 +682,10 @@ class Client:
     def complete(self, number: int | None = None) -> None:
         """Steps up to `number` (all, unless said) have ended on the device.  Says all that is due, in one frame.
 
-        Refills that have time wait for those of the next steps.
+        Refills that have time wait for those of the next steps.  Counts without a connection, too, and raises then.
         """
         connection = self._connection
-        if connection.fault is not None:
+        if self._closed and connection.fault is not None:
             raise connection.fault
         if number is None:
             number = self._submitted
@@ -700,6 +700,8 @@ class Client:
             if number != before:
                 words[ENDED] = monotonic_ns()
             words[BUSY] = 0
+        if connection.fault is not None:
+            raise connection.fault
         if words[WAKE] and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
         if self._session.pressing():

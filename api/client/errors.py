@@ -30,7 +30,8 @@ class WrongProcess(Disconnected):
 class Lost(Ended):
     """`Client.reconnect` ended this sequence; start it over.  Only `free` may still be called, and does nothing.
 
-    It was being given other slots for tokens that it has already, and the answer that said which is lost.
+    It was being given other slots for tokens that it has already, and the answer that said which is lost; or the daemon
+    was restarted, and the sequence is one of those that cannot go on.
     """
 
 

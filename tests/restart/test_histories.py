@@ -1,9 +1,13 @@
 """A journal may end at any store of any verb; what is made of it then is right."""
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 
-from kvslot.allocator import Admitted, PoolConfig, Space, audit
+from kvslot.allocator import Admitted, BadRequest, PoolConfig, Space, audit
+from kvslot.daemon.journal.writer import Writer
 
 from .histories import UNTOLD, History, cached, free, reborn
 
@@ -13,6 +17,24 @@ CONFIGS = {
     "tokens": PoolConfig(blocks=17, block_size=16, quantum=4),
     "small": PoolConfig(blocks=9, block_size=8, quantum=4, eviction="s3fifo"),
     "opaque": PoolConfig(blocks=33, block_size=4, opaque=True),
+}
+
+MODULE = sys.modules["kvslot.allocator.reclaim"]  # the package's name of it is the function
+DIVIDE = MODULE._divide
+
+
+def _all_cached(session: Any, extents: list[int], cached: list[int], hit: int, aside: Any) -> Any:
+    """Whatever stands below the hit is taken to be what is cached."""
+    table = extents.copy()
+    return DIVIDE(session, extents, table, hit, aside)
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "every slot is taken to be set aside": (MODULE._Aside, "run", lambda self, slot: (True, 1 << 62)),
+    "what is taken out stays set aside": (MODULE._Aside, "take", lambda self, own: None),
+    "slots below the hit are not looked at": (MODULE, "_divide", _all_cached),
+    "the journal is not told whose they are": (Writer, "reclaimed", lambda self, extents, mark: None),
+    "a table has a slot less than it says": (MODULE, "_size", lambda pool, extents: sum(extents[1::2]) + 1),
 }
 
 
@@ -31,6 +53,23 @@ def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) ->
     assert history.restored == history.cached > 0
     assert history.idled, "no session ever held nothing"
     assert history.gone_on, "no sequence ever went on"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_reclaiming_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These histories find out what a slot that was not looked at comes to."""
+    monkeypatch.setattr(*FAULTS[fault])
+    with pytest.raises((AssertionError, BadRequest, IndexError)):
+        _lives(20)
+
+
+def _lives(seeds: int) -> None:
+    for seed in range(seeds):
+        history = History(seed, CONFIGS["tokens"])
+        for number in range(60):
+            history.act()
+            if number % 20 == 19:
+                history.die()
 
 
 def test_only_who_may_use_slots_is_waited_for() -> None:
