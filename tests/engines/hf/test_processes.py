@@ -20,6 +20,7 @@ from kvslot.api.wire import Disconnected, KvslotError, StaleSession  # noqa: E40
 from kvslot.engines import fingerprint  # noqa: E402
 from kvslot.engines.hf import LayoutMismatch, PoolCache  # noqa: E402
 
+from ...restart.killing import kept  # noqa: E402
 from ...tools.daemon import Running, running  # noqa: E402
 from ..tools import Worker, counts, engine, pool_for, pooled, sound, tiny, tokens, waiting  # noqa: E402
 
@@ -239,6 +240,33 @@ def test_a_lost_connection_taken_up_again(daemon: Running, model: Any) -> None:
                 said.append(int(out.logits[0, -1].argmax()))
             assert said == want
         assert cache.published >= 60
+
+
+@pytest.mark.parametrize("mode", ["gather", "write_through"])
+def test_a_daemon_that_is_killed_in_mid_answer(model: Any, mode: str) -> None:
+    """Under a service manager the next daemon has it all: the same cache goes on in the same slots to the same words."""
+    ids = tokens(60)
+    want = alone(model, ids.tolist(), 60)[0]
+    with kept([pool_for(model)]) as daemon:
+        client = Client(str(daemon.socket), namespace=fingerprint.namespace(model))
+        with client, torch.no_grad(), PoolCache(client, model, ids, mode=mode) as cache:
+            said = [int(model(input_ids=ids, cache=cache).logits[0, -1].argmax())]
+            for step in range(59):
+                if step in (7, 30):
+                    daemon.manager.kill()
+                while True:
+                    try:
+                        out = model(input_ids=torch.tensor([[said[-1]]]), cache=cache)
+                        break
+                    except Disconnected:
+                        client.reconnect()
+                said.append(int(out.logits[0, -1].argmax()))
+            assert said == want
+            assert cache.hits == [0]
+        assert cache.published >= 60
+        with Client(str(daemon.socket), namespace=fingerprint.namespace(model)) as other:
+            assert other.probe([*ids[0].tolist(), *said]) >= 60
+        assert len(daemon.events("warm_start")) == 2
 
 
 def test_a_connection_lost_while_the_answer_is_published(daemon: Running, model: Any) -> None:
