@@ -103,6 +103,7 @@ class Picture:
     )  # the socket, its lock, then its folders up to the root
     admin: host.Place | None = None  # the admin API's socket; None: there is none
     tokens: list[host.Place] = field(default_factory=list)  # files of its bearer tokens
+    unreadable: set[str] = field(default_factory=set)  # those of them that the daemon's user may not read
     health: Row | None = None  # what its /healthz says
     health_why: str = ""  # ... or why that is not known
     unit: str = ""
@@ -1005,20 +1006,26 @@ def permissions(p: Picture) -> list[Finding]:
 
 
 def admin(p: Picture) -> list[Finding]:
-    """Is the admin API there, and are its own checks of the daemon passed?"""
+    """Are the admin API's socket, port and token files as they should be, and does /healthz pass?"""
     if p.admin is None:
         return [_ok("admin", "", "no admin API", "admin = false, or a version without one")]
     where = p.admin.path
-    if p.admin.kind != "socket":
-        return [
+    found = [
+        Finding(
+            "admin", "warning", each["name"], each["reason"],
+            "engines are served all the same; no metrics, page and /healthz there", each["remedy"],
+        )
+        for each in p.process.get("admin", ()) if not each["ok"]
+    ]  # fmt: skip
+    if p.admin.kind != "socket" and not any(each.subject == "admin_socket" for each in found):
+        found.append(
             Finding(
                 "admin", "warning", where, f"is {p.admin.kind}, and the admin API is on",
                 "no metrics, no page, no /healthz: it could not have its socket, or that was removed",
                 "the log's admin_unavailable says why; admin = false turns it off",
             )
-        ]  # fmt: skip
-    found: list[Finding] = []
-    if p.admin.mode & 0o002:
+        )  # fmt: skip
+    elif p.admin.mode & 0o002:
         found.append(
             Finding(
                 "admin", "warning", where, f"is open to everybody ({p.admin.mode:04o})",
@@ -1026,22 +1033,26 @@ def admin(p: Picture) -> list[Finding]:
                 "admin_socket_mode = 0o660 and admin_socket_group = the operators' group",
             )
         )  # fmt: skip
-    for each in p.tokens:
-        if each.kind == "file" and each.mode & 0o027:
-            found.append(
-                Finding(
-                    "admin", "fault", each.path, f"is open to others ({each.text()})",
-                    "who has a token may look over TCP, or act",
-                    f"chmod 640 {each.path}, and other tokens in it",
-                )
-            )  # fmt: skip
+    found += _tokens(p)
+    # What a start would find, but what has been said already of what runs, or of a file.
+    said = {each.subject for each in found}
+    found += [
+        Finding(
+            "admin", "warning", "a reload or start", each, "it would do without that door of the API",
+            "do what it says; kvslotd --check-config says whether it is enough",
+        )
+        for each in (p.effective or {}).get("admin", ()) if not any(subject in each for subject in said)
+    ]  # fmt: skip
+    if p.admin.kind != "socket":
+        return found
     if p.health is None:
         found.append(
             _unknown("admin", p.health_why, f"curl --unix-socket {where} http://localhost/healthz", where)
         )
         return found
+    known = {each["name"] for each in p.process.get("admin", ())}
     for told in p.health.get("checks", ()):
-        if not told["ok"]:
+        if not told["ok"] and told["name"] not in known:
             found.append(
                 Finding(
                     "admin", "warning", told["name"], f"its check {told['name']} fails", told["reason"],
@@ -1050,6 +1061,39 @@ def admin(p: Picture) -> list[Finding]:
             )  # fmt: skip
     names = ", ".join(each["name"] for each in p.health.get("checks", ()))
     return found or [_ok("admin", where, "/healthz passes", names)]
+
+
+def _tokens(p: Picture) -> list[Finding]:
+    """Files of tokens that the daemon may not read, or others may."""
+    found: list[Finding] = []
+    user = host.user(p.process.get("uid", os.geteuid()))
+    for each in p.tokens:
+        if each.kind == "missing":
+            found.append(
+                Finding(
+                    "admin", "warning", each.path, "this token file is missing",
+                    "the daemon goes on with tokens that it has read, and would start without TCP",
+                    f"install -m 600 -o {user} /dev/null {each.path}; openssl rand -hex 32 > {each.path}; "
+                    "kvslotctl reload",
+                )
+            )  # fmt: skip
+        elif each.kind == "file" and each.mode & 0o027:
+            found.append(
+                Finding(
+                    "admin", "fault", each.path, f"is open to others ({each.text()})",
+                    "who has a token may look over TCP, or act",
+                    f"chmod 640 {each.path}, and other tokens in it",
+                )
+            )  # fmt: skip
+        elif each.path in p.unreadable:
+            found.append(
+                Finding(
+                    "admin", "warning", each.path, f"user {user} may not read it ({each.text()})",
+                    "the daemon goes on with tokens that it has read, and would start without TCP",
+                    f"chown {user} {each.path} && chmod 600 {each.path}; kvslotctl reload",
+                )
+            )  # fmt: skip
+    return found
 
 
 def stopping(p: Picture) -> list[Finding]:

@@ -170,12 +170,17 @@ def see(control: Control, names: list[str]) -> Picture:
         picture.admin = host.place(path)
         files = [_setting(picture, name) for name in ("admin_token_file", "admin_act_token_file")]
         picture.tokens = [host.place(file) for file in files if file]
+        if pid:
+            groups = host.groups_of(pid)
+            picture.unreadable = {
+                each.path for each in picture.tokens if not host.may_read(each, process["uid"], groups)
+            }
         if picture.admin.kind == "socket":
             picture.health, picture.health_why = host.health(path)
     if picture.unit:
         picture.stop_seconds = host.stop_seconds(picture.unit)
     with _common.Bar() as bar:
-        if {"configuration", "block_size"} & set(names):
+        if {"configuration", "block_size", "admin"} & set(names):
             picture.effective, picture.effective_why = bar.during(
                 "reading the configuration again", partial(_effective, pid)
             )

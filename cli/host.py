@@ -10,6 +10,7 @@ import pwd
 import stat
 import subprocess
 import sys
+from collections.abc import Collection
 from grp import getgrgid
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -60,6 +61,16 @@ def place(path: str | Path) -> Place:
 def folders(path: str) -> list[Place]:
     """The folders that lead to `path`, from the nearest one to the root, links resolved."""
     return [place(each) for each in (Path(os.path.realpath(os.path.dirname(path) or ".")) / "x").parents]
+
+
+def may_read(file: Place, uid: int, groups: Collection[int]) -> bool:
+    """Whether a user may read a file, by its mode and those of the folders that lead to it; true where none is seen."""
+    for each, bit in ((file, 0o4), *((folder, 0o1) for folder in folders(file.path))):
+        if uid and each.uid >= 0:
+            shift = 6 if each.uid == uid else 3 if each.gid in groups else 0
+            if not each.mode >> shift & bit:
+                return False
+    return True
 
 
 def user(uid: int) -> str:
@@ -189,6 +200,16 @@ def effective(pid: int) -> tuple[Row | None, str]:
         words = answer.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
         return None, f"its configuration cannot be read again: {words[-1]}"
     return found, ""
+
+
+def groups_of(pid: int) -> set[int]:
+    """All groups of a process; none where it cannot be seen."""
+    found: set[int] = set()
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("Gid", "Groups"):
+            found.update(int(each) for each in value.split())
+    return found
 
 
 def owner_of(pid: int) -> tuple[int, int]:

@@ -108,7 +108,12 @@ class Views:
     async def health(self) -> views.Health:
         """Every check; none of them waits."""
         checks = [
-            views.Check(name=each.name, ok=each.ok, reason=each.reason, vital=each.vital)
+            views.Check(
+                name=each.name,
+                ok=each.ok,
+                vital=each.vital,
+                reason=f"{each.reason}; {each.remedy}" if each.remedy else each.reason,
+            )
             for each in self._health.checks()
         ]
         return views.Health(ok=all(each.ok for each in checks if each.vital), checks=checks)
@@ -659,13 +664,7 @@ class AdminService:
                 else f"{shut.where} is not served"
             )
             found.append(
-                Check(
-                    door,
-                    ok=False,
-                    reason=f"{how}: {shut.reason}; {shut.remedy}",
-                    vital=False,
-                    remedy=shut.remedy,
-                )
+                Check(door, ok=False, reason=f"{how}: {shut.reason}", vital=False, remedy=shut.remedy)
             )
         return found
 

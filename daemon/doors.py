@@ -123,7 +123,7 @@ def _trouble(error: OSError | ValueError, settings: config.Settings) -> tuple[st
 
 
 def problems(settings: config.Settings) -> list[str]:
-    """What would keep a door of these settings shut now, in sentences; it is found by whoever asks, as that user."""
+    """What would keep a door of these settings shut now, in sentences, as the user who asks."""
     if not settings.admin:
         return []
     found = []
@@ -137,19 +137,24 @@ def problems(settings: config.Settings) -> list[str]:
     tokens = read(settings)
     if isinstance(tokens, TokenError):
         found.append(f"admin_tcp is not served without tokens: {tokens}")
-    elif not os.geteuid():
-        found += [
-            f"{path}: root can read it and user {UNIT_USER}, whom the units run as, cannot: "
-            f"chgrp {UNIT_USER} {path} && chmod 640 {path}"
-            for path in (settings.admin_token_file, settings.admin_act_token_file)
-            if path and not _unit_reads(path)
-        ]
     try:
         _bound(settings).close()
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) != errno.EADDRINUSE or not _is_ours(settings):
             found.append(Shut("admin_tcp", settings.admin_tcp, *_trouble(error, settings)).text())
     return found
+
+
+def hints(settings: config.Settings) -> list[str]:
+    """Files that root, who asks, can read, and whom the units run as cannot."""
+    if os.geteuid() or not settings.admin or not settings.admin_tcp:
+        return []
+    return [
+        f"{path}: root can read it; user {UNIT_USER}, whom the units run as, cannot: "
+        f"chgrp {UNIT_USER} {path} && chmod 640 {path}"
+        for path in (settings.admin_token_file, settings.admin_act_token_file)
+        if path and not _unit_reads(path)
+    ]
 
 
 def _nearest(folder: Path) -> Path:

@@ -314,8 +314,8 @@ def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
         short = sum(each.size_bytes for each in sums) <= memory.total_bytes
         (warnings if short else problems).extend(error.problems)
     # A daemon serves engines without its admin API, so that none of this keeps it from starting.
-    admin = _admin_problems(effective.settings)
-    warnings += admin
+    admin, hints = _admin_problems(effective.settings)
+    warnings += admin + hints
     if json is not None:
         result = {
             "ok": not problems,
@@ -337,13 +337,13 @@ def _check(effective: Effective, sums: list[PoolSum], json: str | None) -> int:
     return CONFIG if problems else OK
 
 
-def _admin_problems(settings: Settings) -> list[str]:
-    """Of what the admin API needs: token files, the port, a folder."""
+def _admin_problems(settings: Settings) -> tuple[list[str], list[str]]:
+    """Of what the admin API needs, token files, the port, a folder: what would not do, and what might not."""
     if not settings.admin or not (settings.admin_tcp or settings.admin_socket):
-        return []
+        return [], []
     from kvslot.daemon import doors  # a third of a second
 
-    return doors.problems(settings)
+    return doors.problems(settings), doors.hints(settings)
 
 
 def _write_json(result: object, where: str) -> None:

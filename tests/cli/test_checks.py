@@ -154,6 +154,17 @@ def ticket(**fields: Any) -> dict[str, Any]:
 
 short = {"count": 500, "mean": 90.0, "p10": 10, "p50": 60, "p90": 200, "p99": 400}
 
+
+def no_token(picture: Picture) -> None:
+    picture.tokens.append(host.Place("/etc/kvslot/t", "file", 0o600, 0, 0))
+    picture.unreadable.add("/etc/kvslot/t")
+
+
+SHUT = {
+    "name": "admin_tcp", "ok": False, "vital": False, "remedy": "name one of `ip -brief address`",
+    "reason": "203.0.113.1:9 is not served: this machine has no such address",
+}  # fmt: skip
+
 CASES: list[tuple[str, Change, str, str, str]] = [
     # check, what is wrong, verdict, in the finding, in the remedy
     ("versions", lambda p: put(p, "status", version="0.9"), "warning", "0.9", "systemctl restart kvslotd@0.service"),
@@ -225,9 +236,15 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("admin", lambda p: setattr(p, "admin", host.Place("/run/a", "socket", 0o666)), "warning", "open to every", "660"),
     ("admin", lambda p: p.tokens.append(host.Place("/etc/kvslot/t", "file", 0o644, 0, 0)), "fault", "is open to others",
      "chmod 640 /etc/kvslot/t"),
+    ("admin", lambda p: p.tokens.append(host.Place("/etc/kvslot/t", "missing")), "warning", "is missing",
+     "openssl rand -hex 32 > /etc/kvslot/t"),
+    ("admin", no_token, "warning", "may not read it (root:root 0600)", "chmod 600 /etc/kvslot/t; kvslotctl reload"),
+    ("admin", lambda p: put(p, "process", admin=[SHUT]), "warning", "203.0.113.1:9 is not served", "ip -brief address"),
+    ("admin", lambda p: put(p, "effective", admin=["admin_tcp 127.0.0.1:9: the port is taken: end who has it"]),
+     "warning", "the port is taken", "--check-config"),
     ("admin", lambda p: setattr(p, "health", None), "unknown", "", "curl --unix-socket"),
     ("admin", lambda p: put(p, "health", checks=[{"name": "loop", "ok": False, "reason": "no beat for 9 s"}]),
-     "warning", "its check loop fails", "operations.md"),
+     "warning", "its check loop fails", "docs operations"),
     ("restart", lambda p: put(p, "process", store=False), "note", "lose 4,000 cached", "FileDescriptorStoreMax=4096"),
     ("restart", lambda p: put(p, "process", store_max=2), "warning", "3 descriptors are to be kept, and 2", "raise"),
     ("stopping", lambda p: setattr(p, "stop_seconds", 15.0), "warning", "TimeoutStopSec is 15 s", "TimeoutStopSec=30"),

@@ -149,6 +149,36 @@ def test_what_a_restart_would_change_is_told(capsys: pytest.CaptureFixture[str])
         assert "block_size" in rows[0]["finding"]
 
 
+def test_a_door_of_the_admin_api_that_is_shut_is_told_and_a_reload_says_what_came_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token file that is missing, then emptied: doctor and reload say so, once each, until it is well."""
+    file = tmp_path / "token"
+    with running(admin_tcp="127.0.0.1:0", admin_token_file=file) as daemon:
+        reload = ["reload", "--socket", str(daemon.socket)]
+        shut, missing = found_by(capsys, daemon, "admin", code=1)
+        assert shut["subject"] == "admin_tcp"
+        assert "there is no such file" in shut["finding"]
+        assert missing["finding"] == "this token file is missing"
+        assert ctl.main(reload) == 1
+        assert "there is no such file" in capsys.readouterr().err
+        file.touch(0o600)
+        file.write_text("0123456789abcdef0123456789\n")
+        assert ctl.main(reload) == 0
+        assert "admin_tcp: served at 127.0.0.1:" in capsys.readouterr().out
+        assert found_by(capsys, daemon, "admin", code=0)[0]["verdict"] == "ok"
+        file.write_text("")
+        (row,) = found_by(capsys, daemon, "admin", code=1)
+        assert "holds no token" in row["finding"]
+        assert ctl.main([*reload, "--json"]) == 1
+        out, err = capsys.readouterr()
+        assert (
+            "those of before hold on, 1 that may look and 0 that may act"
+            in json.loads(out)["rows"][0]["failed"][0]
+        )
+        assert "those of before hold on" in err
+
+
 def test_lengths_of_what_ended_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     """Long sequences first, short ones later: the drift is told, and a block size that suits the short ones."""
     with running(pools=[{"blocks": 257}]) as daemon, Wire(daemon.socket) as wire:
