@@ -244,7 +244,7 @@ def test_a_lost_connection_taken_up_again(daemon: Running, model: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["gather", "write_through"])
 def test_a_daemon_that_is_killed_in_mid_answer(model: Any, mode: str) -> None:
-    """Under a service manager the next daemon has it all: the same cache goes on in the same slots to the same words."""
+    """Under a service manager the next daemon has it all: the same cache goes on in its slots to the same words."""
     ids = tokens(60)
     want = alone(model, ids.tolist(), 60)[0]
     with kept([pool_for(model)]) as daemon:
