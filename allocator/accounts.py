@@ -2,8 +2,9 @@
 
     charged     slots of its own: private, fenced and quarantined ones, as a session is charged them
     unwritten   of those the room that stands ready in its running sequences' growth runs
+    spaces      namespaces of its that there are, open or with anything cached
 
-Both are sums kept where slots change hands, so that a check is a comparison.  What a tenant has published is
+They are sums kept where slots change hands, so that a check is a comparison.  What a tenant has published is
 everybody's of its namespaces and not charged, even while it alone reads it, as with a session's own quota.
 
 A namespace belongs to the account of its tenant, or to `everyone`, which all tenants without one share: who invents
@@ -31,15 +32,16 @@ class Quota(StrEnum):
 
 
 class Account:
-    """A tenant's sums and limits, all in slots."""
+    """A tenant's sums and limits, in slots but for `spaces`."""
 
-    __slots__ = ("ceiling", "charged", "fenced", "name", "room", "slots", "unwritten")
+    __slots__ = ("ceiling", "charged", "fenced", "name", "room", "slots", "spaces", "unwritten")
 
     def __init__(self, name: str = "", *, slots: int = UNLIMITED, room: int = UNLIMITED) -> None:
         self.name = name
         self.charged = 0
         self.fenced = 0  # of the charged ones
         self.unwritten = 0
+        self.spaces = 0
         self.slots = slots  # most of `charged`
         self.room = room  # of `unwritten` from which on no more growth runs are handed out
         self.ceiling = slots  # what `charged` cannot have passed: more than `slots` after that was lowered

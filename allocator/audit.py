@@ -325,12 +325,15 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             wrong.append(
                 f"session {session.handle} is charged {session.charged} slots over its quota {session.quota}"
             )
+    spaces = Counter(id(each) for each in pool.account_of.values())
     for key, account in accounts.items():
         for name, says in (
             ("charged", account.charged), ("fenced", account.fenced), ("unwritten", account.unwritten),
         ):  # fmt: skip
             if sums[name, key] != says:
                 wrong.append(f"account {account.name!r}: {name} is {says}, {sums[name, key]} were found")
+        if account.spaces != spaces[key]:
+            wrong.append(f"account {account.name!r}: spaces is {account.spaces}, {spaces[key]} were found")
         if account.charged > account.ceiling:
             wrong.append(
                 f"account {account.name!r} is charged {account.charged} slots over its limit {account.ceiling}"

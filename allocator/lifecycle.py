@@ -300,6 +300,9 @@ class Lifecycle(Tables):
         }
         if not moved:
             return
+        for root, account in moved.items():
+            self.account_of[root].spaces -= 1
+            account.spaces += 1
         self.account_of.update(moved)
         seen: set[int] = set()  # ranges: forks share them
         for sequence in self.sequences.values():
@@ -327,7 +330,8 @@ class Lifecycle(Tables):
                 raise BadRequest(f"{MAX_SPACES} namespaces are open; close one that is not used")
             root = self.spaces[space] = self.tree.root()
             self.roots[root] = space
-            self.account_of[root] = self.accounts.get(space.tenant, self.everyone)
+            account = self.account_of[root] = self.accounts.get(space.tenant, self.everyone)
+            account.spaces += 1
             if self.ledger.recorder is not None:
                 self.ledger.recorder.opened(root, space)
         return root
@@ -341,7 +345,7 @@ class Lifecycle(Tables):
         if self.ledger.recorder is not None:
             self.ledger.recorder.closed(root)
         del self.spaces[self.roots.pop(root)]
-        del self.account_of[root]
+        self.account_of.pop(root).spaces -= 1
         self.tree.remove_root(root)
 
     def pin(self, session: Session, root: int, tokens: bytes) -> tuple[int, int]:

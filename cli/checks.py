@@ -508,8 +508,9 @@ def tenants(p: Picture) -> list[Finding]:
             ("charged", "slots", "slots"),
             ("unwritten", "reserved", "reserved_runs"),
             ("sessions", "sessions_max", "sessions"),
+            ("namespaces", "namespaces_max", "namespaces"),
         ):
-            if row[most] and row[held] > SHARE_NEAR * row[most]:
+            if row.get(most) and row[held] > SHARE_NEAR * row[most]:
                 found.append(
                     Finding(
                         "tenants", "note", f"{row['pool']}, {who}",
@@ -521,13 +522,15 @@ def tenants(p: Picture) -> list[Finding]:
     # What was refused is the tenant's, and the same in the row of each pool.
     turned = {row["tenant"]: row for row in p.tenants}
     for name, row in turned.items():
-        count = row["refused_sessions"] + row["refused_requests"]
+        count = row["refused_sessions"] + row.get("refused_namespaces", 0) + row["refused_requests"]
         if count:
             found.append(
                 Finding(
                     "tenants", "note", f"tenant {_screen.words(name) or 'without a name'}",
-                    f"{row['refused_sessions']:,} sessions and {row['refused_requests']:,} requests were turned away",
-                    "they met its quotas sessions or requests_per_second", "kvslotctl tenants; raise what is too low",
+                    f"{row['refused_sessions']:,} sessions, {row.get('refused_namespaces', 0):,} namespaces and "
+                    f"{row['refused_requests']:,} requests were turned away",
+                    "they met its quotas sessions, namespaces or requests_per_second",
+                    "kvslotctl tenants; raise what is too low",
                 )
             )  # fmt: skip
     if found or p.tenants:

@@ -39,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         from kvslot.cli import _screen
 
         table = _screen.table(
-            "tenant", "pool", "own", "of quota", "fenced", "ready", "of quota", "sessions", "of quota", "requests/s",
+            "tenant", "pool", "own", "of quota", "fenced", "ready", "of quota", "sessions", "of quota", "namespaces",
+            "of quota", "requests/s",
             "refused", left=("tenant", "pool"),
         )  # fmt: skip
         for row in rows:
@@ -54,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
                 _screen.share(row["unwritten"], row["reserved"]),
                 f"{row['sessions']:,}",
                 _screen.share(row["sessions"], row["sessions_max"]),
+                f"{row.get('namespaces', 0):,}",
+                _screen.share(row.get("namespaces", 0), row.get("namespaces_max", 0)),
                 f"{row['requests_per_second']:g}" if row["requests_per_second"] else "-",
-                f"{row['refused_sessions'] + row['refused_requests']:,}",
+                f"{row['refused_sessions'] + row.get('refused_namespaces', 0) + row['refused_requests']:,}",
                 style="yellow" if full else "",
             )
         _screen.console().print(table)

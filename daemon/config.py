@@ -35,7 +35,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import msgspec
 
 from kvslot.allocator import EVICTIONS, BadRequest, PoolConfig
-from kvslot.allocator.config import MAX_BLOCK_SIZE, MAX_SLOTS, check_config
+from kvslot.allocator.config import MAX_BLOCK_SIZE, MAX_SLOTS, MAX_SPACES, check_config
 from kvslot.daemon import layout as layouts
 from kvslot.daemon.device import MemoryInformation, huge
 from kvslot.daemon.device.memory import available, size_text
@@ -260,6 +260,17 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sessions: Annotated[
         int, Rule("whole", "most sessions, those included that are cleaned up; 0: any", "sessions", 0, 65536)
     ] = 0
+    namespaces: Annotated[
+        int,
+        Rule(
+            "whole",
+            "most of its namespaces in each pool, those included that nobody has open and something is cached in; "
+            "0: any",
+            "namespaces",
+            0,
+            MAX_SPACES,
+        ),
+    ] = 0
     reserved_runs: Annotated[
         int,
         Rule(
@@ -336,6 +347,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tuple[int, ...], Rule("groups", "groups that may connect, supplementary ones included")
     ] = ()
     sessions_max: Annotated[int, Rule("whole", "sessions at a time", "sessions", 1, 65536)] = 256
+    namespaces_per_user: Annotated[
+        int,
+        Rule(
+            "whole",
+            "most namespaces of a pool that one user was the first to open, as long as anybody has them open or "
+            "something is cached in them; 0: any",
+            "namespaces",
+            0,
+            MAX_SPACES,
+        ),
+    ] = 8192
     sequences_max: Annotated[
         int, Rule("whole", "running sequences of one session", "sequences", 1, 1 << 20)
     ] = 65536

@@ -12,7 +12,8 @@ session was given when it opened it, so who may not open one can neither probe i
 somebody computes a prefix there.
 
 Without a [[tenant]] everybody who is let in may open every namespace.  With one, only tenants that are listed exist;
-"*" stands for all others, which share its quotas, so that who invents names gains nothing.  Names are compared as they
+"*" stands for all others, which share its quotas, so that who invents names gains nothing; nor does who makes up
+namespaces, of which there are so many for each tenant and user.  Names are compared as they
 are, character by character: what looks alike is not the same.  Nobody is exempt, root neither: an engine that runs as
 root by mistake reads no other tenant's prefixes by mistake.
 
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from kvslot.allocator import Reason
+from kvslot.allocator import Reason, Space
 from kvslot.api.wire import Busy, Denied, messages
 from kvslot.daemon.logs import leave_out, limited
 
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvslot.allocator import Pool
+    from kvslot.api.wire.messages import Namespace
     from kvslot.daemon.config import PoolSettings, Settings, TenantSettings
     from kvslot.daemon.membership import Member, Peer
+    from kvslot.daemon.pools import HostedPool
 
 OTHERS: Final = "*"
 """The tenant of all names that no other one has."""
@@ -151,6 +154,7 @@ class Identity:
         self._others = self._tenants.get(OTHERS)
         self.limited = bool(settings.tenants)  # whether there are tenants to tell apart
         self.rated = any(each.requests_per_second for each in tables)
+        self._namespaces = settings.namespaces_per_user
         self._closed = bool(settings.client_uids or settings.client_gids)
         users, groups = (
             [*settings.client_uids, *settings.control_uids, 0, os.geteuid()],
@@ -212,12 +216,42 @@ class Identity:
                 f"{tenant.sessions} are open or not yet cleaned up"
             )
 
-    def open(self, member: Member, name: str) -> None:
-        """A session opens another namespace.  Raises Denied, or Busy where its tenant may have no more sessions."""
-        tenant = self.check(member.peer, name)
-        if tenant not in member.tenants:
+    def check_space(self, tenant: Tenant, hosted: HostedPool, peer: Peer, space: Space) -> None:
+        """Raises Busy where a namespace of the tenant's is one more than the tenant or the user may have."""
+        core, rules = hosted.core, tenant.rules
+        root = core.spaces.get(space)
+        over = "one ends when no session has it open and nothing of it is cached (kvslotctl evict)"
+        if root is None and rules.namespaces:
+            there = core.accounts.get(rules.name, core.everyone).spaces
+            if there >= rules.namespaces:
+                tenant.refused["namespaces"] += 1
+                raise Busy(
+                    f"tenant {rules.name!r} has all namespaces of pool {hosted.name!r} that it may: its quota "
+                    f"namespaces is {rules.namespaces}, and {there} are there; {over}, or an operator may raise it"
+                )
+        most, has = self._namespaces, hosted.owned[peer.uid]
+        if root not in hosted.owners and most and has >= most:
+            raise Busy(
+                f"user {peer.uid} was the first to open {has} namespaces of pool {hosted.name!r} that are there: "
+                f"namespaces_per_user is {most}; {over}, or an operator may raise it"
+            )
+
+    def open(self, member: Member, name: Namespace) -> int:
+        """A session opens another namespace.  Raises Denied, or Busy where its tenant or user may have no more."""
+        tenant = self.check(member.peer, name.tenant)
+        joins = tenant not in member.tenants
+        if joins:
             self.check_session(tenant)
+        root = self.space(tenant, member.hosted, member.peer, name)
+        if joins:
             self.join(member, tenant)
+        return root
+
+    def space(self, tenant: Tenant, hosted: HostedPool, peer: Peer, name: Namespace) -> int:
+        """The namespace, for a session that is about to enter it; raises Busy."""
+        space = Space(name.tenant, name.model, name.adapter, name.salt)
+        self.check_space(tenant, hosted, peer, space)
+        return hosted.open(space, peer.uid)
 
     def join(self, member: Member, tenant: Tenant) -> None:
         """A session counts as one of the tenant's from now on, until it has ended."""
@@ -326,8 +360,11 @@ class Identity:
                         "reserved": rules.reserved_runs * core.quantum,
                         "sessions": tenant.sessions,
                         "sessions_max": rules.sessions,
+                        "namespaces": account.spaces,
+                        "namespaces_max": rules.namespaces,
                         "requests_per_second": rules.requests_per_second,
                         "refused_sessions": tenant.refused["sessions"],
+                        "refused_namespaces": tenant.refused["namespaces"],
                         "refused_requests": tenant.refused["requests_per_second"],
                     }
                 )

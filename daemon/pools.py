@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvslot.allocator import UNLIMITED, Pool, PoolConfig
+from kvslot.allocator import UNLIMITED, Pool, PoolConfig, Space
 from kvslot.api.wire import messages
 from kvslot.daemon.identity import OTHERS
 from kvslot.daemon.journal.states import States
@@ -26,7 +27,8 @@ class HostedPool:
     """One pool of the daemon's.
 
     `users` counts the sessions that have a namespace open, so that one which nobody uses and nothing is cached in can
-    be closed again.
+    be closed again.  Until then it counts for its tenant, and for the user who was the first to open it (`owners`); one
+    that came back over a restart, for whoever opens it next.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class HostedPool:
         self.core = Pool(config)
         self.members: dict[int, Member] = {}  # by session handle, the lost among them
         self.users: dict[int, int] = {}
+        self.owners: dict[int, int] = {}
+        self.owned: Counter[int] = Counter()  # by user
         self.fencing: set[Member] = set()  # those with fences that have not passed
         self.scrubber: Scrubber | None = None  # where slots are wiped before they are free
         self.gathering = 0  # cells that postponed requests will take
@@ -84,6 +88,15 @@ class HostedPool:
             )
         core.resettle()
 
+    def open(self, space: Space, user: int) -> int:
+        """The namespace, for a session that is about to `enter` it."""
+        root = self.core.open_space(space)
+        self.users.setdefault(root, 0)
+        if root not in self.owners:
+            self.owners[root] = user
+            self.owned[user] += 1
+        return root
+
     def enter(self, root: int) -> None:
         """One more session uses the namespace."""
         self.users[root] = self.users.get(root, 0) + 1
@@ -101,6 +114,11 @@ class HostedPool:
             return False
         core.close_space(root)
         del self.users[root]
+        owner = self.owners.pop(root, None)
+        if owner is not None:
+            self.owned[owner] -= 1
+            if not self.owned[owner]:
+                del self.owned[owner]
         return True
 
     def close_idle_spaces(self, most: int = 64) -> None:

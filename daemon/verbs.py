@@ -210,8 +210,7 @@ def hello(server: Server, connection: Connection, m: messages.Hello, now: float)
                 raise BadRequest(f"session {m.group} is of pool {first.hosted.name!r}, not {hosted.name!r}")
             group = first.session
         quota = min(hosted.settings.quota or UNLIMITED, m.quota or UNLIMITED)
-        root = _open(server, m.namespace, hosted.core)
-        hosted.users.setdefault(root, 0)
+        root = server.identity.space(tenant, hosted, peer, m.namespace)
         session = hosted.core.open_session(
             page=m.page,
             quota=quota,
@@ -349,10 +348,6 @@ def _welcome(
     return None
 
 
-def _open(server: Server, namespace: messages.Namespace, pool: core.Pool) -> int:
-    return pool.open_space(core.Space(namespace.tenant, namespace.model, namespace.adapter, namespace.salt))
-
-
 def open_namespace(
     server: Server, connection: Connection, m: messages.OpenNamespace, now: float
 ) -> messages.Reply:
@@ -360,8 +355,7 @@ def open_namespace(
     member = member_of(connection)
     if len(member.roots) >= NAMESPACES:
         raise TooLarge(f"{len(member.roots)} namespaces are open in this session, which is the most")
-    server.identity.open(member, m.namespace.tenant)
-    root = _open(server, m.namespace, member.hosted.core)
+    root = server.identity.open(member, m.namespace)
     if root not in member.roots:
         member.roots[root] = None
         member.hosted.enter(root)

@@ -56,7 +56,7 @@ def healthy() -> Picture:
         tickets={"chat": []},
         tenants=[
             {"pool": "chat", "tenant": "acme", "charged": 100, "slots": 1000, "unwritten": 0, "reserved": 0,
-             "sessions": 2, "sessions_max": 9, "refused_sessions": 0, "refused_requests": 0},
+             "sessions": 2, "sessions_max": 9, "refused_sessions": 0, "refused_requests": 0, "namespaces": 1},
         ],
         frag=[
             {"pool": "chat", "blocks": 626, "blocks_free": 250, "free": 4000, "internal_waste_pct": 4.0,
@@ -192,7 +192,8 @@ CASES: list[tuple[str, Change, str, str, str]] = [
     ("watermark", lambda p: p.tickets["chat"].append(ticket(needed=6900)), "note", "but for the watermark", "lower"),
     ("waiting", lambda p: p.tickets["chat"].append(ticket(age_s=99.0)), "warning", "for 1 min 39 s", "larger pool"),
     ("tenants", lambda p: row(p, "tenants", charged=950), "note", "950 of its quota of 1,000 (slots)", "raise slots"),
-    ("tenants", lambda p: row(p, "tenants", refused_requests=5), "note", "0 sessions and 5 requests", "tenants"),
+    ("tenants", lambda p: row(p, "tenants", refused_requests=5), "note", "0 namespaces and 5 requests", "tenants"),
+    ("tenants", lambda p: row(p, "tenants", namespaces=95, namespaces_max=100), "note", "95 of its", "namespaces"),
     ("pins", lambda p: row(p, "pools", pinned=4900), "note", "4,900 tokens of the 5,000", "unpin"),
     ("hits", lambda p: row(p, "pools", hit_tokens=100), "note", "<0.1 %", "kvslotctl tree"),
     ("sessions", lambda p: row(p, "sessions", stalled=True, behind_s=70.0, submitted=12), "warning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ def daemon() -> Iterator[Running]:
         {"name": "few", "sessions": 2},
         {"name": "runs", "reserved_runs": 2},
         {"name": "rate", "requests_per_second": 3.0},
+        {"name": "spaces", "namespaces": 2},
         {"name": "*", "slots": 300},
     ]
     with running(tenant=tenants, pools=[{"blocks": 200, "block_size": 16, "quantum": 16}]) as daemon:
@@ -66,7 +68,7 @@ def test_tenants_are_shown(daemon: Running) -> None:
         root = wire.hello(namespace=Namespace("slots"), map=False).namespace
         admitted = wire.call(messages.Allocate, root, 1, tokens(100))
         rows = {row["tenant"]: row for row in tool.call(messages.Inspect, "tenants").rows}
-        assert set(rows) == {"slots", "few", "runs", "rate", "*"}
+        assert set(rows) == {"slots", "few", "runs", "rate", "spaces", "*"}
         row = rows["slots"]
         assert (row["slots"], row["charged"], row["unwritten"]) == (
             200,
@@ -117,6 +119,62 @@ def test_sessions_of_a_tenant(daemon: Running) -> None:
             assert len(replies) < 1000, "the place of a session that ended is not given on"
             with Wire(daemon.socket) as five:
                 replies.append(five.call(messages.Hello, 1, "x", namespace=few, map=False))
+
+
+def test_namespaces_of_a_tenant(daemon: Running) -> None:
+    """A namespace more than the quota is Busy, by Hello and OpenNamespace, with its name, limit and remedy; one that
+    is there may be opened by more, and one that is over makes way; who was refused is no session of the tenant."""
+    salted = [Namespace("spaces", salt=each) for each in "abc"]
+    with (
+        Wire(daemon.socket) as one, Wire(daemon.socket) as two, Wire(daemon.socket) as new, Wire(daemon.socket) as tool
+    ):  # fmt: skip
+        one.hello(namespace=salted[0], map=False)
+        two.hello(namespace=Namespace("x"), map=False)
+        with Wire(daemon.socket) as three:
+            three.hello(namespace=salted[1], map=False)
+            for wire, asked in ((two, (messages.OpenNamespace,)), (new, (messages.Hello, 1, "x"))):
+                error = refused(wire, *asked, namespace=salted[2])
+                assert error.code == errors.Busy.code
+                for words in ("'spaces'", "quota namespaces is 2", "nothing of it is cached"):
+                    assert words in error.message
+            (row,) = (r for r in tool.call(messages.Inspect, "tenants").rows if r["tenant"] == "spaces")
+            assert (row["namespaces"], row["namespaces_max"], row["refused_namespaces"]) == (2, 2, 2)
+            assert row["sessions"] == 2
+            assert isinstance(two.call(messages.OpenNamespace, salted[1]), messages.Opened)
+            assert isinstance(one.call(messages.OpenNamespace, salted[1]), messages.Opened)
+        two.call(messages.Bye)
+        root = one.call(messages.OpenNamespace, salted[1]).namespace
+        one.call(messages.Allocate, root, 1, tokens(20))
+        one.call(messages.Commit, 1, 20)
+        one.call(messages.Free, 1)
+        one.call(messages.Bye)
+    # What is cached keeps a namespace: the other one has made way, and only that.
+    replies: list[object] = []
+    while not any(isinstance(each, messages.Welcome) for each in replies):
+        assert len(replies) < 1000, "the place of a namespace that is over is not given on"
+        with Wire(daemon.socket) as wire:
+            replies.append(wire.call(messages.Hello, 1, "x", namespace=salted[2], map=False))
+            if isinstance(replies[-1], messages.Welcome):
+                assert refused(wire, messages.OpenNamespace, salted[0]).code == errors.Busy.code
+
+
+def test_namespaces_of_a_user() -> None:
+    """What one user was the first to open is bounded whatever its tenants are called; a reload changes that, and what
+    ends makes way."""
+    with running(namespaces_per_user=2) as daemon, Wire(daemon.socket) as one, Wire(daemon.socket) as two:
+        one.hello(namespace=Namespace("a"), map=False)
+        two.hello(namespace=Namespace("b"), map=False)
+        error = refused(two, messages.OpenNamespace, Namespace("c"))
+        assert error.code == errors.Busy.code
+        for words in (f"user {os.getuid()}", "namespaces_per_user is 2", "raise it"):
+            assert words in error.message
+        assert isinstance(two.call(messages.OpenNamespace, Namespace("a")), messages.Opened)
+        two.call(messages.Bye)
+        replies: list[object] = []
+        while not any(isinstance(each, messages.Opened) for each in replies):
+            assert len(replies) < 1000, "the place of a namespace that is over is not given on"
+            replies.append(one.call(messages.OpenNamespace, Namespace("c")))
+        assert refused(one, messages.OpenNamespace, Namespace("d")).code == errors.Busy.code
 
 
 def test_runs_in_reserve(daemon: Running) -> None:
