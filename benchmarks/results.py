@@ -252,6 +252,7 @@ def run(wanted: Sequence[Command], *, changed: bool, most_s: float, patience_s: 
         if known is not None and known.version == __version__ and not known.failed:
             if not changed or known.code == code or known.wall_s > most_s:
                 continue
+        print(f"{number:4}/{len(wanted)} begins    {command.text}", flush=True)
         entry = measure(command, patience_s)
         failures += bool(entry.failed)
         print(f"{number:4}/{len(wanted)} {entry.wall_s:7.1f} s  {command.text}  {entry.failed}", flush=True)

@@ -43,6 +43,10 @@ BAR_AFTER_S: Final = 1.0
 """What is over sooner shows no bar."""
 BAR_EVERY_S: Final = 0.2
 """Five pictures a second look live, and cost the measured work next to nothing."""
+LINE_EVERY_S: Final = 10.0
+"""Where there is no terminal: lines, so that whoever reads a log sees that it goes on and how far it is."""
+LINE_SHARE: Final = 1 / 30
+"""Of the time so far: what takes hours needs no line every ten seconds."""
 
 
 class Subparsers(Protocol):
@@ -202,8 +206,26 @@ def write_json(data: bytes, where: str) -> None:
     Path(where).write_bytes(data)
 
 
+class Lines:
+    """Says now and then, to what is no terminal, how far it is: the first time when work has taken ten seconds."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+
+    def report(self, words: str, share: float | None = None) -> None:
+        """As `Bar.report`; a line on stderr when it is time for one."""
+        now = time.monotonic()
+        passed = now - self._began
+        if now - self._said < max(LINE_EVERY_S, passed * LINE_SHARE):
+            return
+        self._said = now
+        minutes, seconds = divmod(int(passed), 60)
+        done = "" if share is None else f"{min(max(share, 0.0), 1.0):4.0%} "
+        print(f"{done}{minutes:3}:{seconds:02}  {words}", file=sys.stderr, flush=True)
+
+
 class Bar:
-    """A progress bar on stderr: only on a terminal, and only once the work has taken longer than a second.
+    """A progress bar on stderr once the work has taken longer than a second; where that is no terminal, `Lines`.
 
     It draws when told of progress, from the caller's thread: a thread of its own would take time from what is being
     measured."""
@@ -212,6 +234,7 @@ class Bar:
         self._began = time.monotonic()
         self._drawn = 0.0
         self._wanted = sys.stderr.isatty()
+        self._lines = Lines()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -227,6 +250,7 @@ class Bar:
     def report(self, words: str, share: float | None) -> None:
         """What is going on, and the share of all work done, 0..1; None: nobody knows."""
         if not self._wanted:
+            self._lines.report(words, share)
             return
         now = time.monotonic()
         if now - self._began < BAR_AFTER_S or now - self._drawn < BAR_EVERY_S:

@@ -142,7 +142,7 @@ def _record(control: Control, arguments: argparse.Namespace) -> int:
                 values=values is not None,
                 wait=arguments.wait,
                 file=file,
-                report=_tell if sys.stderr.isatty() else None,
+                report=_teller(),
             )
         except OSError as error:
             return _control.fail(
@@ -375,18 +375,24 @@ def _line_clear() -> str:
     return "\r\x1b[K" if sys.stderr.isatty() else ""
 
 
-def _tell(recording: Recording, seconds: float) -> None:
-    """A line on the terminal, in place of the one before."""
+def _teller() -> Callable[[Recording, float], None]:
+    """A line on the terminal, in place of the one before; elsewhere a line now and then."""
     from kvslot.cli import _screen
 
-    lost = f" · {recording.lost_requests:,} LOST" if recording.lost_requests else ""
-    print(
-        f"{_line_clear()}{_screen.duration(seconds)} · {_common.several(recording.begun, 'request')}, "
-        f"{recording.running:,} running, {recording.waiting:,} waiting{lost}",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    lines = None if sys.stderr.isatty() else _common.Lines()
+
+    def tell(recording: Recording, seconds: float) -> None:
+        lost = f" · {recording.lost_requests:,} LOST" if recording.lost_requests else ""
+        words = (
+            f"{_common.several(recording.begun, 'request')}, {recording.running:,} running, "
+            f"{recording.waiting:,} waiting{lost}"
+        )
+        if lines is not None:
+            lines.report(words)
+            return
+        print(f"{_line_clear()}{_screen.duration(seconds)} · {words}", end="", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _print(load: RecordedLoad, path: str, values: str, ended: str) -> None:

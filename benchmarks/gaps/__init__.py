@@ -433,9 +433,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="SERIES", help=", ".join(names()))
     arguments = parser.parse_args(argv)
 
+    told = ""
+
     def report(name: str, _share: float) -> None:
+        nonlocal told
         if sys.stderr.isatty():
             print(f"\r{name:40}", end="", file=sys.stderr, flush=True)
+        elif name != told:
+            told = name
+            print(name, file=sys.stderr, flush=True)
 
     try:
         rows = measure(arguments.only, quick=arguments.quick, seed=arguments.seed, report=report)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvslot.api.wire import messages
-from kvslot.cli import ctl
+from kvslot.cli import _common, ctl
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
@@ -71,6 +71,35 @@ def test_without_a_terminal_there_is_neither_bar_nor_thread(
     monkeypatch.setattr(control, "audit", counts)
     assert ctl.main(["audit", "--socket", daemon.path]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing for ten seconds, then a line as often, and seldomer when it takes hours; never on standard output."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def passes(bar: _common.Bar, seconds: int) -> int:
+        for _ in range(seconds):
+            clock[0] += 1.0
+            bar.report(f"at {clock[0]:.0f}", (clock[0] - 1000.0) / 7200.0)
+        return capsys.readouterr().err.count("\n")
+
+    with _common.Bar() as bar:
+        assert passes(bar, 9) == 0
+        clock[0] += 1.0
+        bar.report("mix · slotted", 0.1)
+        bar.report("mix · paged", 0.1)
+        told = capsys.readouterr()
+        assert told.err == " 10%   0:10  mix · slotted\n"
+        assert told.out == ""
+        assert passes(bar, 60) == 6
+        assert 20 < passes(bar, 7000) < 150
+        assert passes(bar, 600) >= 2
+        clock[0] += 600.0
+        bar.report("nobody knows how far", None)
+        assert capsys.readouterr().err.endswith("nobody knows how far\n")
 
 
 def test_a_drain_is_waited_for_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,15 @@ from pathlib import Path
 
 BLOCK = 2_000
 GROWTH_KIB = 5 << 10
+TELL_S = 10.0
+_told = [time.monotonic()]
+
+
+def _tell(words: str) -> None:
+    """How far it is, now and then."""
+    if time.monotonic() - _told[0] >= TELL_S:
+        _told[0] = time.monotonic()
+        print(f"  {words}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     seed, lives = options.start, 0
     while time.monotonic() < began + seconds:
         lives += _soak(seed)
+        _tell(f"engines: seed {seed}, {lives} lives")
         seed += 1
     print(f"{lives} engines that lived and died, from seed {options.start} on: every byte was right")
     return 0
@@ -82,6 +92,7 @@ def _frames(start: int, seconds: float) -> int:
                     rss = rss or daemon.rss_kib()
                     assert daemon.rss_kib() - rss < GROWTH_KIB, f"{daemon.rss_kib() - rss} KiB more"
                     actors.audit(daemon)
+                    _tell(f"frames: seed {seed}")
                 except BaseException:
                     print(
                         f"FAILED after seed {seed}; replay the next: python -I tests/faults --seed {seed + 1}"
@@ -110,6 +121,7 @@ def _moves(until: float, start: int) -> int:
                 print(f"FAILED at seed {seed}; replay it: python -I tests/faults --minutes 0 --start {seed}")
                 print(daemon.text()[-4000:], flush=True)
                 raise
+        _tell(f"moves: seed {seed}, {published} moves")
         seed += 1
         if time.monotonic() >= until:
             return published
@@ -137,6 +149,7 @@ def _kills(until: float, start: int) -> tuple[int, int]:
                     raise
                 cut += 1
                 kills += 1
+                _tell(f"kills: {kills}")
             verbs += 1
         witness.close()
     return kills, verbs

@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         until = float("inf")
     first = seed
     failed = 0
+    told = time.monotonic()
     tally: Counter[str] = Counter()
     while seed < stop and time.monotonic() < until:
         for kind in kinds:
@@ -60,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
                 if not options.keep_going:
                     return 1
         seed += 1
+        if time.monotonic() - told >= 10.0:
+            told = time.monotonic()
+            print(f"  {seed - first} seeds, {failed} failed", file=sys.stderr, flush=True)
     print(f"{seed - first} seeds of {', '.join(kinds)}; {failed} failed")
     print(", ".join(f"{name} {count}" for name, count in sorted(tally.items())))
     return 1 if failed else 0

@@ -48,9 +48,15 @@ def main(arguments: list[str] | None = None) -> int:
     counted = {"dialogues": 0, "kills": 0, "answers": 0, "hits": 0, "compared": 0}
     began = time.monotonic()
 
+    told = began
+
     def tell(text: str) -> None:
+        nonlocal told
         if sys.stderr.isatty():
             print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - told >= 10.0:
+            told = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
 
     if options.dialogues:
         talk = importlib.import_module("tests.engines.hf.dialogues").dialogues
