@@ -154,10 +154,11 @@ def _bind(_: Any, __: str, fields: Any) -> Any:
 class _Told:
     """When an event was last logged, and how often it has come since."""
 
-    __slots__ = ("count", "event", "period", "suppressed", "when")
+    __slots__ = ("count", "event", "level", "period", "suppressed", "when")
 
     def __init__(self, event: str, when: float, period: float) -> None:
         self.event = event
+        self.level = "info"  # of the last that was left out
         self.when = when
         self.period = period
         self.count = 0
@@ -179,6 +180,7 @@ def limited(
     told = _told.get(key)
     if told is not None and now - told.when < period_s:
         told.suppressed += 1
+        told.level = level
         _left_out[0] += 1
         return False
     if told is None:
@@ -208,6 +210,7 @@ def sparing(
     told.count += 1
     if told.count > most:
         told.suppressed += 1
+        told.level = level
         _left_out[0] += 1
         return False
     if told.suppressed:
@@ -217,7 +220,7 @@ def sparing(
 
 
 def tell_suppressed(logger: Any) -> None:
-    """What was left out and has not been told, as one event; for the end of the process."""
+    """What was left out and has not been told, as one event a level; for the end of the process."""
     _tell_left_out(logger, list(_told.values()))
     _told.clear()
 
@@ -234,13 +237,15 @@ def tell_overdue(logger: Any) -> None:
 
 
 def _tell_left_out(logger: Any, those: list[_Told]) -> None:
-    left: dict[str, int] = {}
+    """One line for each level, so that who wants no facts is told of none that were left out."""
+    by_level: dict[str, dict[str, int]] = {}
     for told in those:
         if told.suppressed:
+            left = by_level.setdefault(told.level, {})
             left[told.event] = left.get(told.event, 0) + told.suppressed
             told.suppressed = 0
-    if left:
-        logger.warning("suppressed", **left)
+    for level, left in by_level.items():
+        getattr(logger, level)("suppressed", **left)
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

@@ -162,10 +162,30 @@ def test_a_storm_that_ends_leaves_its_number(monkeypatch: pytest.MonkeyPatch) ->
     now[0] += 20
     logs.tell_overdue(log)
     told = [line for line in lines(out) if line["event"] == "suppressed"]
-    assert [(line.get("flood"), line.get("fact")) for line in told] == [(6, None), (None, 1)]
+    assert [(line["level"], line.get("flood"), line.get("fact")) for line in told] == [
+        ("warning", 6, None),
+        ("info", None, 1),
+    ]
     assert logs.left_out() - before == 7
     assert logs.limited(log, "flood", 10.0, kind="a")
     assert "suppressed" not in lines(out)[-1]
+
+
+def test_what_was_left_out_has_the_level_of_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line for each level; who wants warnings only is told of no facts that were left out."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    for level, told in (("info", ["info", "warning"]), ("warning", ["warning"])):
+        out = io.StringIO()
+        logs.set_up("json", level, out)
+        log = structlog.get_logger()
+        for _ in range(3):
+            logs.sparing(log, "fact", 1)
+            logs.limited(log, "flood", 10.0)
+        logs.tell_suppressed(log)
+        left = [line for line in lines(out) if line["event"] == "suppressed"]
+        assert [line["level"] for line in left] == told
+        assert left[-1]["flood"] == 2
+        assert "fact" not in left[-1]
 
 
 def test_a_reader_that_goes_costs_lines_only() -> None:
