@@ -187,10 +187,8 @@ class Link:
             self._pause = min(2 * self._pause, RETRY_MOST)
 
     def _released(self) -> None:
-        """Ends sessions that were lost and are of no more use, with the daemon's help if it is still the same."""
+        """Ends sessions that were lost and are of no more use: what is left of them, a restarted daemon keeps, too."""
         client = self._client
         while client is not None and self._release:
-            token = self._release.pop()
-            if token.boot == client.token.boot:
-                with contextlib.suppress(KvslotError):
-                    client.release(token)
+            with contextlib.suppress(KvslotError):  # a daemon that started anew knows nothing of it
+                client.release(self._release.pop())

@@ -15,6 +15,7 @@ page table: four times what copying the page costs.  A thread does that ahead of
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvslot.api.client import Client
+from kvslot.api.client.client import Token
 from kvslot.api.wire import KvslotError
 from kvslot.engines.vllm import link
 from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks
@@ -86,6 +88,9 @@ class Worker:
         self._timeout = timeout
         self._mappings: dict[int, _Mapping] = {}
         self._join_at = 0.0
+        self._over: list[
+            Token
+        ] = []  # sessions of this process that may have been lost, and are of no more use
         self._poisoned = False  # a load of this step failed: what the step computed may be wrong
         self._report = Report()
         self._results = _Results()
@@ -209,6 +214,7 @@ class Worker:
                 self._join_at = now + JOIN_RETRY_SECONDS
                 log.warning("kvslot: the worker has no memory yet: %s", error)
                 return
+            self._release(own)
         pool = None
         if engine is not None:
             memory = client.pool
@@ -221,6 +227,14 @@ class Worker:
         if pool is not None:
             mapping.jobs += 1
             populate_aside(pool, WRITE, lambda: mapping.retired, lambda: self._populated(mapping))
+
+    def _release(self, client: Client) -> None:
+        """Ends sessions of this process that lost their connection: the daemon keeps slots aside for them."""
+        while self._over:
+            with contextlib.suppress(
+                KvslotError
+            ):  # it was ended in good order, or the daemon knows nothing of it
+                client.release(self._over.pop())
 
     def _populated(self, mapping: _Mapping) -> None:
         with self._changed:
@@ -246,6 +260,7 @@ class Worker:
         """Whether this process can reach that memory no more.  While a view is alive it can: to be tried again."""
         mapping.pool = None
         if mapping.client is not None:
+            token = mapping.client.token
             try:
                 mapping.client.close()
             except BufferError:
@@ -256,6 +271,7 @@ class Worker:
                 mapping.kept = True
                 return False
             mapping.client = None
+            self._over.append(token)
         return True
 
     # -- copies ------------------------------------------------------------------------------------------------------

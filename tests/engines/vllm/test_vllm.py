@@ -21,7 +21,10 @@ import pytest
 from kvslot.api.client import Control
 from kvslot.engines.vllm.region import record_bytes
 
+from ...faults.actors import rows
+from ...restart.killing import kept
 from ...tools.daemon import Running, running
+from ...tools.wire import Wire
 from .engine import BLOCK, TINY_BLOCK_BYTES, Engine, tiny_model
 
 if find_spec("vllm") is None:
@@ -405,6 +408,37 @@ def test_the_daemon_goes_and_comes_back(model: Path, tmp_path: Path) -> None:
                 assert (got["cached"], got["tokens"]) == (0, want["tokens"])
                 assert engine.statistics()["losses"] == round_ + 1
             socket.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_daemon_is_restarted(model: Path, tmp_path: Path, processes: int) -> None:
+    """What was cached is found again, and of the sessions of before nothing holds it up: no process of vLLM's ended."""
+    ids = prompt(31, 200)
+    with kept([POOL]) as daemon:
+        options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["connector"] = {"socket": str(daemon.socket)}
+        if processes > 1:
+            options["distributed_executor_backend"] = "mp"
+            options["env"] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with Engine(tmp_path / "log", model, **options) as engine:
+            (want,) = engine.generate(ids)
+            daemon.manager.kill()
+            deadline = time.monotonic() + 60
+            number = 0
+            while True:
+                number += 1
+                engine.generate(prompt(100 + number, 40))  # it is by steps that vLLM looks for its daemon
+                with Wire(daemon.socket) as control:
+                    states = [row["state"] for row in rows(control, "sessions")]
+                    settled = bool(daemon.events("restart_settled"))
+                if settled and states == ["live"] * processes:
+                    break
+                assert time.monotonic() < deadline, (states, settled)
+                time.sleep(0.2)
+            if processes == 1:
+                engine.run("scheduler.reset_prefix_cache()")
+            (got,) = engine.generate(ids)
+            assert (got["cached"], got["tokens"]) == (192, want["tokens"])
 
 
 def test_several_groups_of_layers(tmp_path: Path) -> None:
