@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 Is the daemon there, what does it host, and how full is it: one line a pool. `used` is what tokens stand in or running
 sequences hold; of that, `evictable` goes when memory is wanted. `coming` waits for a device's step or a lost process;
-`hit` is the share of prompt tokens found cached since the daemon began; `waiting` requests were told LATER."""
+`hit` is the share of prompt tokens found cached since the daemon began; `waiting` requests were told LATER. A
+recording in progress (kvslotctl record) has a line below."""
 
 EXAMPLES: Final = """\
   kvslotctl status                             all pools of the daemon in its usual place
@@ -87,3 +88,10 @@ def _print(out: Console, socket: str, status: _control.Row, pools: list[_control
             str(pool["tickets"]),
         )
     out.print(table)
+    for each in status.get("recordings", ()):  # an older daemon tells of none
+        lost = f", {each['lost_requests']:,} passed over" if each["lost_requests"] else ""
+        out.print(
+            f"pool {_screen.words(each['pool'])} is recorded by process {each['pid']}, since "
+            f"{_screen.duration(each['age_s'])}: {_common.several(each['requests'], 'request')}{lost}"
+            + (", with their tokens" if each["values"] else "")
+        )

@@ -354,6 +354,8 @@ class Screen:
         text.append(f"{self.told['verbs_s']:,.0f} verbs/s", style="bold")
         if self.told["refused_s"]:
             text.append(f", {self.told['refused_s']:,.1f} refused/s", style="yellow")
+        if status.get("recordings"):
+            text.append(" · recorded")
         clock = Text(no_wrap=True, overflow="ellipsis", style="dim")
         clock.append(time.strftime("%H:%M:%S", time.localtime(self.at)))
         clock.append(f" · every {self.interval:g} s · ? shows the keys")

@@ -233,6 +233,9 @@ class Views:
             draining=server.draining,
             pools=[self._pool_tick(each) for each in server.pools.values()],
             verbs=self._verb_ticks(),
+            recordings=[
+                msgspec.convert(each, views.Recording) for each in server.recorders.rows(time.monotonic())
+            ],
         )
 
     def _pool_tick(self, hosted: HostedPool) -> views.PoolTick:

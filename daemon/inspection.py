@@ -142,6 +142,8 @@ class View(Protocol):
     @property
     def compaction(self) -> Mapping[str, Compaction]: ...  # by pool
     @property
+    def recordings(self) -> Sequence[Mapping[str, Any]]: ...  # in progress
+    @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]: ...  # by verb: plain counters
     @property
     def process(self) -> Mapping[str, Any]: ...  # the daemon's own: limits, descriptors, memory, connections
@@ -214,6 +216,7 @@ def _status(view: View, cursor: int, limit: int, pool: str) -> Page:
         "sessions_lost": states.count("lost"),
         "sequences": sum(len(each.core.sequences) for each in view.pools.values()),
         "size_bytes": sum(each.description.size_bytes for each in view.pools.values()),
+        "recordings": list(view.recordings),
     }
     return [row], 0
 

@@ -67,10 +67,12 @@ class Recorder:
     """One recording of one pool."""
 
     def __init__(
-        self, server: Server, hosted: HostedPool, owner: Connection, *, values: bool, key: bytes
+        self, server: Server, hosted: HostedPool, owner: Connection, now: float, *, values: bool, key: bytes
     ) -> None:
         self.hosted = hosted
         self.owner = owner
+        self.began = now
+        self.values = values
         self.stopped = False
         self.noted = 0
         self.requests = 0
@@ -352,7 +354,7 @@ class Recorders:
                 raise Busy(
                     f"process {other.owner.peer.pid} records pool {hosted.name!r}: one recording at a time"
                 )
-            mine = self._of[hosted] = Recorder(server, hosted, connection, values=m.values, key=m.key)
+            mine = self._of[hosted] = Recorder(server, hosted, connection, now, values=m.values, key=m.key)
             server.table = self._with_notes()
             log.info("recording_started", pool=hosted.name, pid=connection.peer.pid, values=m.values)
         elif m.action not in ("fetch", "stop"):
@@ -366,6 +368,23 @@ class Recorders:
         if mine.stopped and not answer.more:
             self._end(mine, "stopped")
         return answer
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """What is being recorded, for whoever looks."""
+        return [
+            {
+                "pool": each.hosted.name,
+                "pid": each.owner.peer.pid,
+                "uid": each.owner.peer.uid,
+                "age_s": max(0.0, now - each.began),
+                "values": each.values,
+                "requests": each.requests,
+                "lost_requests": each.lost_requests,
+                "lost_tokens": each.lost_tokens,
+                "waiting_bytes": each.bytes,
+            }
+            for each in self._of.values()
+        ]
 
     def disconnected(self, connection: Connection) -> None:
         """A connection has ended, and with it what it records."""

@@ -1217,6 +1217,10 @@ class _View:
         return {name: each.status() for name, each in self._server.compactors.items()}
 
     @property
+    def recordings(self) -> Sequence[Mapping[str, Any]]:
+        return self._server.recorders.rows(self.now)
+
+    @property
     def latency(self) -> Mapping[str, Mapping[str, Any]]:
         return self._server.latency.rows()
 

@@ -88,6 +88,20 @@ class AdminStats(View, frozen=True, kw_only=True):
     faults: Annotated[int, Meta(description="requests that the API failed to answer by its own fault")] = 0
 
 
+class Recording(View, frozen=True, kw_only=True):
+    """A recording in progress (`kvslotctl record`): what engines ask of a pool is noted for that process."""
+
+    pool: str
+    pid: Annotated[int, Meta(description="of who records")]
+    uid: int
+    age_s: Annotated[float, Meta(description="seconds since it began")]
+    values: Annotated[bool, Meta(description="whether it takes tokens as they are; else they leave blinded")]
+    requests: Annotated[int, Meta(description="noted so far")]
+    lost_requests: Annotated[int, Meta(description="passed over, since it fetches too slowly")]
+    lost_tokens: int
+    waiting_bytes: Annotated[int, Meta(description="noted and not fetched")]
+
+
 class Stats(View, frozen=True, kw_only=True):
     """The daemon in one row."""
 
@@ -105,6 +119,7 @@ class Stats(View, frozen=True, kw_only=True):
     sessions_lost: Annotated[int, Meta(description="whose connection ended and whose process may still run")]
     sequences: int
     size_bytes: Annotated[int, Meta(description="memory of all pools")]
+    recordings: Annotated[list[Recording], Meta(description="in progress, one of a pool at the most")]
     connections: Annotated[int, Meta(description="open on the engines' socket, tools included")]
     accepted: Annotated[int, Meta(description="connections taken")]
     refused_connections: Annotated[int, Meta(description="connections refused since too many were open")]
@@ -480,6 +495,7 @@ class Tick(View, frozen=True, kw_only=True):
     draining: bool
     pools: list[PoolTick]
     verbs: list[VerbTick]
+    recordings: list[Recording]
 
 
 # -- acts -------------------------------------------------------------------------------------------------------------

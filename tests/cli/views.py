@@ -116,6 +116,7 @@ class View:
                 self.compaction[name] = msgspec.structs.replace(told, mode=mode, once=action == "once")
 
     process: dict[str, Any] = field(default_factory=lambda: {**process.facts(), "sessions_max": 256})
+    recordings: list[dict[str, Any]] = field(default_factory=list)
     latency: dict[str, dict[str, Any]] = field(
         default_factory=lambda: {"Allocate": {"count": 3, "p50_us": 40.0, "p99_us": 90.0}}
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvslot.api.wire.messages import Allocate, Commit, Free, Namespace
+from kvslot.api.wire.messages import Allocate, Commit, Free, Namespace, Record
 
 from ..admin.http import Client
 from ..tools.daemon import Running, running
@@ -354,6 +354,17 @@ def test_nobody_looking_costs_next_to_nothing(opened: Opener, address: str) -> N
     while not any("v1/blocks" in each for each in tab.requests):
         assert time.monotonic() < deadline, tab.requests
         tab.browser.rest(0.05)
+
+
+def test_whoever_records_is_seen(daemon: Running, opened: Opener, address: str) -> None:
+    """As long as a recording lasts, and no longer, since whoever records is none of the sessions."""
+    tab = opened(address)
+    ready(tab)
+    notes = "document.querySelector('#notes').textContent"
+    with Wire(daemon.socket) as recorder:
+        recorder.call(Record, "start")
+        tab.until(f"/Recorded: pool default, by process \\d+, since /.test({notes})")
+    tab.until(f"!/Recorded/.test({notes})")
 
 
 # -- the daemon goes and comes ----------------------------------------------------------------------------------------

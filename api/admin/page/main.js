@@ -259,6 +259,10 @@ function drawNotes() {
   else note("gone");
   const draining = link.state === "live" && tick?.draining;
   note("draining", "warm", draining ? "Draining: no new sessions and sequences are taken; the daemon ends when what runs has ended." : "");
+  // Whoever records is none of the sessions, and sees what all of them ask.
+  const recorded = link.state === "live" ? (tick?.recordings ?? []) : [];
+  note("recorded", "", recorded.map((each) => `Recorded: pool ${each.pool}, by process ${each.pid}, since ${span(each.age_s)}; `
+    + `${count(each.requests)} requests${each.values ? ", with their tokens" : ""}`).join(" · "));
   const wrong = healthy?.ok === false ? healthy.checks.filter((each) => !each.ok) : [];
   note("health", "bad", wrong.map((each) => `${each.name}: ${each.reason}`).join(" · "));
   const stalled = sessions.filter((each) => each.stalled);

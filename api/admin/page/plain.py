@@ -97,6 +97,10 @@ async def _daemon(source: Source) -> str:
         ("sequences", stats.sequences),
         ("requests answered", stats.requests),
         ("of those refused", stats.refused),
+        *(
+            ("recorded", f"pool {each.pool}, by process {each.pid}, since {_time(each.age_s)}")
+            for each in stats.recordings
+        ),
     ]
     checks = [("ok" if each.ok else "FAILS", each.name, each.reason) for each in health.checks]
     verdict = "All checks are ok" if all(each.ok for each in health.checks) else "A check fails"
