@@ -636,7 +636,7 @@ class Server:
     def numbers_from(self, number: int) -> None:
         """Sessions up to that number were of earlier boots; what those left that are gone is swept."""
         self._numbers = max(self._numbers, number)
-        self._start_sweep()
+        self.start_sweep()
 
     def adopt(self, member: Member) -> None:
         """A session of an earlier boot, which may still use what it held then."""
@@ -644,7 +644,7 @@ class Server:
         self.sessions[member.number] = member
         member.hosted.members[member.session.handle] = member
         self.watch(member)
-        self._start_sweep()
+        self.start_sweep()
 
     def watch(self, member: Member) -> None:
         """Hears of the end of its process, where there is a descriptor that tells."""
@@ -669,7 +669,7 @@ class Server:
             member.hosted.journal.over(member)
         self.totals.left += 1
         sparing(log, "session_ended", SESSION_LINES, session=member.number, reason="bye")
-        self._start_sweep()
+        self.start_sweep()
         self.loop.call_soon(connection.finish)
 
     def disconnected(self, connection: Connection, reason: str) -> None:
@@ -707,7 +707,7 @@ class Server:
         if proven:
             self.proven_gone(member)
         else:
-            self._start_sweep()
+            self.start_sweep()
 
     def proven_gone(self, member: Member) -> None:
         """Nothing of the session's process can touch the pool any more."""
@@ -715,7 +715,7 @@ class Server:
             if member.hosted.journal is not None:
                 member.hosted.journal.over(member)
             member.hosted.core.gone(member.session)
-        self._start_sweep()
+        self.start_sweep()
 
     def _process_ended(self, member: Member) -> None:
         """The kernel says that a session's process is no more."""
@@ -729,7 +729,8 @@ class Server:
             sparing(log, "process_ended", SESSION_LINES, session=member.number, pid=member.peer.pid)
             self.proven_gone(member)
 
-    def _start_sweep(self) -> None:
+    def start_sweep(self) -> None:
+        """Sessions that have ended are cleaned up, slice by slice."""
         if not self._sweeping:
             self._sweeping = True
             self.loop.call_soon(self._sweep)
@@ -777,7 +778,7 @@ class Server:
         del hosted.members[member.session.handle]
         hosted.fencing.discard(member)
         if hosted.journal is not None and hosted.journal.forgotten(member):
-            self._start_sweep()
+            self.start_sweep()
         hosted.leave(member.roots)
         self.identity.leave(member)
         for descriptor in (member.pidfd, member.wake):

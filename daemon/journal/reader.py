@@ -3,6 +3,7 @@
     tokens     cached slots, by (stretch, place); of two for one place one counts, for both hold the same
     stretches  as far as their places are there without a gap from 0 on; in order of their serials, so parents first
     aside      slots neither free nor among those; by session where they are private to one that is still in the table
+    torn       entries of that table that cannot be read: somebody may stand there who uses any of what is aside
 
 Everything is done on whole columns by numpy.  What does not agree is dropped, and its slots are set aside.
 """
@@ -26,14 +27,12 @@ from kvslot.daemon.journal.columns import (
     ROOT,
     SERIAL_MOST,
     SESSION_BYTES,
-    SESSIONS,
-    SESSIONS_USED,
     SPACE_BYTES,
     SPACES,
     SPACES_USED,
     Columns,
 )
-from kvslot.daemon.journal.writer import ENTRY, HOLDS, OVER, SUM, Session
+from kvslot.daemon.journal.writer import ENTRY, HOLDS, NOTHING, OVER, SUM, Session
 
 
 class Found(NamedTuple):
@@ -45,13 +44,14 @@ class Found(NamedTuple):
     cells: dict[int, int]  # ... where they stand
     sessions: list[Session]
     entries: dict[int, int]  # number -> where it stands
+    torn: list[int]  # where entries stand that cannot be read
     private: dict[int, Slots]  # session -> slots that only it may use
     cached: int  # slots that were cached, of which `stretches` may have fewer
 
 
 def read(columns: Columns, unit: int) -> Found:
     """Reads all; changes nothing."""
-    sessions, entries = _sessions(columns)
+    sessions, entries, torn = _sessions(columns)
     spaces, cells = _spaces(columns)
     state = np.frombuffer(columns.state, np.uint8)
     stretches, cached = _stretches(columns, state, unit, spaces)
@@ -66,23 +66,27 @@ def read(columns: Columns, unit: int) -> Found:
         start, end = bounds[each.mark], bounds[each.mark + 1]
         if each.mark and start < end:
             private[each.number] = aside[order[start:end]]
-    return Found(state == FREE, stretches, spaces, cells, sessions, entries, private, cached)
+    return Found(state == FREE, stretches, spaces, cells, sessions, entries, torn, private, cached)
 
 
-def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int]]:
-    used = min(columns.words[SESSIONS_USED], SESSIONS)
-    words = np.frombuffer(columns.sessions, np.uint64).reshape(-1, SESSION_BYTES // 8)[:used]
+def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int], list[int]]:
+    """All of the table is looked at, whatever the head says of how much is used."""
+    words = np.frombuffer(columns.sessions, np.uint64).reshape(-1, SESSION_BYTES // 8)
+    over = (words[:, 0] == 0) & (words[:, HOLDS] == np.uint64(OVER))
     sessions: list[Session] = []
     entries: dict[int, int] = {}
-    for index in np.flatnonzero(words[:, 0]).tolist():
+    torn: list[int] = []
+    for index in np.flatnonzero(words.any(axis=1) & ~over).tolist():
         entry = bytes(columns.sessions[SESSION_BYTES * index : SESSION_BYTES * (index + 1)])
         body = entry[: ENTRY.size]
         number, boot, birth, group, pid, uid, gid, maps, mark, secret, name = ENTRY.unpack(body)
         if (
-            crc32(body) != int.from_bytes(entry[SUM : SUM + 4], "little")
+            not number
+            or crc32(body) != int.from_bytes(entry[SUM : SUM + 4], "little")
             or number in entries
             or mark >= MARKS
         ):
+            torn.append(index)
             continue
         entries[number] = index
         holds = int.from_bytes(entry[8 * HOLDS : 8 * HOLDS + 8], "little")
@@ -90,11 +94,11 @@ def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int]]:
             Session(
                 number=number, boot=boot, pid=pid, uid=uid, gid=gid, birth=birth, secret=secret,
                 name=name.rstrip(b"\0").decode(errors="ignore"), group=group, mapped=bool(maps), mark=mark,
-                holds=bool(holds), over=holds == OVER,
+                holds=holds not in (NOTHING, OVER), over=holds == OVER,
             )
         )  # fmt: skip
     sessions.sort(key=lambda each: each.number)
-    return sessions, entries
+    return sessions, entries, torn
 
 
 def _spaces(columns: Columns) -> tuple[dict[int, Space], dict[int, int]]:

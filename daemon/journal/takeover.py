@@ -33,6 +33,8 @@ class Takeover(NamedTuple):
     found: Found
     everybody: Core | None
     """Holds what is cached until all of then are gone; None: they are."""
+    doubtful: bool
+    """Somebody may live who is none of `found.sessions`, and is one of then all the same."""
     living: list[Session]
     """Sessions of then whose processes may live."""
     gone: list[Session]
@@ -42,13 +44,19 @@ def take_over(
     columns: Columns,
     pool: Pool,
     lives: Callable[[Session], bool],
+    others: Callable[[Found], bool] = lambda _: False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Takeover:
     """Fills a new pool with what its journal says, and has the journal go on.
 
-    `lives`: whether a session's process may still be there; False is proof that it is not.
+    `lives`: whether a session's process may still be there; False is proof that it is not.  `others`: whether a process
+    may be whose session has no entry: asked only where there are some that cannot be read.  It may use whatever is set
+    aside, and be of anybody's engine, so that all of it waits for everybody then.
     """
     found = read(columns, pool.unit)
+    doubtful = bool(found.torn) and others(found)
+    if doubtful:
+        found = found._replace(private={})
     living = [each for each in found.sessions if not each.over and lives(each)]
     alive = {each.number for each in living}
     known = {each.number: each for each in found.sessions}
@@ -58,7 +66,7 @@ def take_over(
     holders = {}
     for members in groups.values():
         used = {number: found.private.get(number) for number in members}
-        held = any(known[number].holds or used[number] is not None for number in members)
+        held = doubtful or any(known[number].holds or used[number] is not None for number in members)
         for number, slots in used.items():
             if slots is not None or (held and alive.intersection(members)):
                 holders[number] = slots if slots is not None else np.zeros(0, np.int32)
@@ -70,7 +78,8 @@ def take_over(
         if number not in alive:
             pool.gone(session)  # where others of its engine live its slots wait for them
     everybody = restored.everybody
-    if everybody is not None and not alive.intersection(holders):
+    doubtful = doubtful and everybody is not None
+    if everybody is not None and not doubtful and not alive.intersection(holders):
         pool.gone(everybody)
         everybody = None
     _settle(columns, pool, found, restored)
@@ -81,7 +90,10 @@ def take_over(
     writer.go_on(found, restored.roots)
     writer.follow()
     gone = [each for each in found.sessions if each not in living]
-    return Takeover(writer, restored, found, everybody, living, gone)
+    if not doubtful:
+        for index in found.torn:
+            writer.entry_closed(index)
+    return Takeover(writer, restored, found, everybody, doubtful, living, gone)
 
 
 def _settle(columns: Columns, pool: Pool, found: Found, restored: Restored) -> None:

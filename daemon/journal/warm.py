@@ -11,6 +11,8 @@ of another size, there twice) is given up, so that it does not take memory for e
                 that lost their connection; slots and cache wait for them.  One that returns is told, begins anew, and
                 releases what it held once its steps have completed; one whose process has ended releases it by that.
     idle        those of them that held nothing: no members, but their processes are watched all the same
+    strangers   session-N that no journal has an entry of.  Where a journal has entries that cannot be read, they may be
+                whose: all that was set aside, and what was cached, waits for them, too
 
 Who lives is looked at once, before the pool is filled, and through a descriptor that is kept from then on: an engine
 that dies meanwhile is told of by that as soon as the loop runs.  Who cannot be watched is looked at again by `upkeep`.
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
     from kvslot.allocator import PoolConfig
     from kvslot.allocator import Session as Core
+    from kvslot.daemon.journal.reader import Found
     from kvslot.daemon.layout import Layout
     from kvslot.daemon.notify import Store
     from kvslot.daemon.pools import HostedPool
@@ -79,6 +82,7 @@ class Journaled:
         self.everybody: Core | None = None
         """Holds what is cached, until all members of earlier boots are gone."""
         self.restored = self.missing = 0  # tokens that were cached before: those taken over, and the others
+        self.torn: list[int] = []  # entries that may be of strangers who live
         self._warm = warm
         self._hosted = hosted
 
@@ -132,7 +136,12 @@ class Journaled:
             self._warm.store.forget(f"session-{member.number}")
         if member.former:
             self._warm.forgotten(member.number)
-        if self.everybody is None or any(each.former for each in self._hosted.members.values()):
+        return self.settle()
+
+    def settle(self) -> bool:
+        """Ends what was held for all of earlier boots, once the last of them is gone: true where that is now."""
+        members = self._hosted.members.values()
+        if self.everybody is None or self.torn or any(each.former for each in members):
             return False
         everybody, self.everybody = self.everybody, None
         assert everybody.life == Life.LOST
@@ -160,6 +169,8 @@ class Warm:
         self._unwatched: dict[
             int, None
         ] = {}  # former ones whose processes may live, and nothing tells of their end
+        self._known: set[int] = set()  # sessions that a journal has an entry of
+        self._strangers: dict[int, int] = {}  # descriptors that tell of their end -> number
         self._adopted: list[tuple[HostedPool, Takeover]] = []
         self._kept: dict[str, tuple[list[int], list[int]]] = {}
         for name in list(store.inherited):
@@ -275,7 +286,7 @@ class Warm:
         collects = gc.isenabled()
         gc.disable()
         try:
-            takeover = take_over(columns, core, self._lives, progress)
+            takeover = take_over(columns, core, self._lives, self._others, progress)
         except Exception:
             # A fault of ours, which the next process would meet again, and so on for ever: that one begins empty.
             self._give_up(_key(name))
@@ -287,7 +298,10 @@ class Warm:
         os.close(journal)
         hosted.states = takeover.writer.view
         hosted.journal = journaled = Journaled(self, hosted, takeover.writer)
+        self._known.update(takeover.found.entries)
         journaled.everybody = takeover.everybody
+        if takeover.doubtful:
+            journaled.torn = takeover.found.torn
         journaled.restored = takeover.restored.tokens
         journaled.missing = takeover.found.cached - takeover.restored.tokens
         for root in core.roots:
@@ -311,6 +325,15 @@ class Warm:
         )
         if restored.aside and takeover.everybody is None:
             log.info("restart_settled", pool=name)
+
+    def _others(self, found: Found) -> bool:
+        """Whether a process may be there whose session has no entry, here or in the journals of pools before."""
+        return any(
+            _watches(pidfd)
+            for number, kept in self._pidfds.items()
+            if number not in self._known and number not in found.entries
+            for pidfd in kept
+        )
 
     def _lives(self, session: Session) -> bool:
         """Whether a session's process may be there: what cannot be looked at may.  It is watched from here on."""
@@ -384,13 +407,20 @@ class Warm:
                 member.birth = each.birth
                 member.former = each.boot
                 server.adopt(member)
-        self._adopted.clear()
-        for descriptors in self._pidfds.values():
+        torn = sum(len(hosted.journal.torn) for hosted, _ in self._adopted if hosted.journal is not None)
+        for number, descriptors in self._pidfds.items():
             for descriptor in descriptors:
-                os.close(descriptor)
-        for number in self._pidfds:
-            if number not in self.former:
+                if torn and number not in self._known and _watches(descriptor):
+                    self._strangers[descriptor] = number
+                    server.loop.add_reader(descriptor, self._stranger_ended, server, descriptor)
+                else:
+                    os.close(descriptor)
+            if number not in self.former and number not in self._strangers.values():
                 self.store.forget(f"session-{number}")
+        if torn:
+            log.warning("sessions_torn", entries=torn, processes=len(self._strangers))
+            self._settle_torn(server)
+        self._adopted.clear()
         self._pidfds.clear()
         for key, both in self._kept.items():  # of pools that are no more
             for descriptor in (*both[0], *both[1]):
@@ -445,6 +475,29 @@ class Warm:
         if pidfd >= 0 and ended(pidfd):
             self.released(server, self.former[number][0])
 
+    def _stranger_ended(self, server: Server, pidfd: int) -> None:
+        if not ended(pidfd):
+            return
+        server.loop.remove_reader(pidfd)
+        os.close(pidfd)
+        number = self._strangers.pop(pidfd)
+        if number not in self._strangers.values():
+            self.store.forget(f"session-{number}")
+        self._settle_torn(server)
+
+    def _settle_torn(self, server: Server) -> None:
+        """Once the last stranger is gone, entries that cannot be read are nobody's."""
+        if self._strangers:
+            return
+        for hosted in server.pools.values():
+            journal = hosted.journal
+            if journal is not None and journal.torn:
+                for index in journal.torn:
+                    journal.writer.entry_closed(index)
+                journal.torn = []
+                if journal.settle():
+                    server.start_sweep()
+
     def upkeep(self, server: Server) -> None:
         """Once a second: looks again at some of those whose end nothing tells of."""
         for number in list(islice(self._unwatched, LOOKS)):
@@ -467,10 +520,11 @@ class Warm:
 
     def close(self, server: Server) -> None:
         """Gives its descriptors back."""
-        for pidfd in self._idle.values():
+        for pidfd in (*self._idle.values(), *self._strangers):
             server.loop.remove_reader(pidfd)
             os.close(pidfd)
         self._idle.clear()
+        self._strangers.clear()
 
 
 def _key(name: str) -> str:
@@ -504,6 +558,13 @@ def _is_pidfd(descriptor: int, pid: int) -> bool:
         for line in file:
             if line.startswith("Pid:"):
                 return int(line.split()[1]) in (pid, -1)
+    return False
+
+
+def _watches(descriptor: int) -> bool:
+    """Whether a descriptor is of a process that lives."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/self/fdinfo/{descriptor}") as file:
+        return any(line.startswith("Pid:") for line in file) and not ended(descriptor)
     return False
 
 

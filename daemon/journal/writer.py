@@ -47,8 +47,11 @@ PLACE_MOST: Final = 1 << PLACES
 ENTRY: Final = struct.Struct("<QQQQqIIII16s24s")
 """number, boot, birth, group, pid, uid, gid, mapped, mark, secret, name; a word `holds`; the sum of all before that."""
 HOLDS: Final = ENTRY.size // 8
-OVER: Final = 2
-"""What `holds` says of a session that is over, while what it held is being put away."""
+HELD: Final = 1
+NOTHING: Final = 0x5A5A5A5A5A5A5A5A
+OVER: Final = 0xA5A5A5A5A5A5A5A5
+"""What `holds` says of a session that holds nothing, and of one that is over, while what it held is being put away and
+after that.  Anything else says that it holds something, so that no few bits that flip say that it does not."""
 SUM: Final = ENTRY.size + 8
 
 MARKED: Final = tuple(bytes([mark]) for mark in range(MARKS))
@@ -258,7 +261,7 @@ class Writer(States):
         words[SESSIONS_USED] = max(words[SESSIONS_USED], index + 1)
         table[at : at + 8] = bytes(8)
         table[at + 8 : at + len(body)] = body[8:]
-        self._session_words[at // 8 + HOLDS] = int(session.holds)
+        self._session_words[at // 8 + HOLDS] = HELD if session.holds else NOTHING
         table[at + SUM : at + SUM + 4] = crc32(body).to_bytes(4, "little")
         table[at : at + 8] = body[:8]
         self._entry_of[session.number] = index
@@ -268,7 +271,7 @@ class Writer(States):
         """Whether a session may use slots from here on: to be said before it is told of any."""
         index = self._entry_of.get(number)
         if index is not None:
-            self._session_words[SESSION_BYTES * index // 8 + HOLDS] = int(holds)
+            self._session_words[SESSION_BYTES * index // 8 + HOLDS] = HELD if holds else NOTHING
 
     def session_over(self, number: int) -> None:
         """It uses nothing any more, whatever it still holds: to be said before it is told so."""
@@ -280,11 +283,17 @@ class Writer(States):
         """It has ended, and all that it held is free."""
         index = self._entry_of.pop(number, None)
         if index is not None:
-            self._session_words[SESSION_BYTES * index // 8] = 0
-            self._entries.give(index)
+            self.entry_closed(index)
             mark = self._mark_of.pop(number, 0)
             if mark:
                 self._marks.give(mark)
+
+    def entry_closed(self, index: int) -> None:
+        """Nothing stands here any more: it says so in two words, of which one may flip."""
+        at = SESSION_BYTES * index // 8
+        self._session_words[at + HOLDS] = OVER
+        self._session_words[at] = 0
+        self._entries.give(index)
 
     @property
     def numbers(self) -> int:
@@ -300,6 +309,8 @@ class Writer(States):
         for number, index in found.entries.items():
             self._entries.use(index)
             self._entry_of[number] = index
+        for index in found.torn:
+            self._entries.use(index)
         for each in found.sessions:
             if each.mark:
                 self._marks.use(each.mark)

@@ -13,7 +13,16 @@ from zlib import crc32
 import pytest
 
 from kvslot import Client
-from kvslot.api.wire.messages import Evict
+from kvslot.api.wire.messages import Audit, Evict
+from kvslot.daemon.journal.columns import (
+    SESSION_BYTES,
+    SESSIONS,
+    SESSIONS_USED,
+    SPACE_BYTES,
+    SPACES,
+    WORDS,
+)
+from kvslot.daemon.journal.writer import HOLDS, SUM
 
 from ..faults.actors import child, rows, until
 from ..systemd.supervisor import Supervisor
@@ -208,6 +217,79 @@ def _nothing_is_held(daemon: Kept) -> None:
         until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 20.0, "its slots are set aside")
         until(lambda: control.call(Evict, 1 << 20).tokens > 0, 20.0, "what is cached is held for it")
     daemon.manager.wait(lambda: not any(each.startswith("session") for each in daemon.manager.stored))
+
+
+def _entry(daemon: Kept) -> tuple[int, int]:
+    """The journal, and where in it the one session stands."""
+    journal = _of(daemon.manager, "journal")[1]
+    end = os.fstat(journal).st_size - SPACES * SPACE_BYTES
+    table = os.pread(journal, SESSIONS * SESSION_BYTES, end - SESSIONS * SESSION_BYTES)
+    (at,) = (i for i in range(0, len(table), SESSION_BYTES) if any(table[i : i + 8]))
+    return journal, end - len(table) + at
+
+
+def _flip(daemon: Kept, at: int) -> None:
+    journal, entry = _entry(daemon)
+    (byte,) = os.pread(journal, 1, entry + at)
+    os.pwrite(journal, bytes([byte ^ 1]), entry + at)
+
+
+def _unused(daemon: Kept) -> None:
+    os.pwrite(_entry(daemon)[0], bytes(8), WORDS + 8 * SESSIONS_USED)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "listed"),
+    [
+        (lambda daemon: _flip(daemon, 0), False),  # its number, which is 0 then: as if nobody stood there
+        (lambda daemon: _flip(daemon, 17), False),
+        (lambda daemon: _flip(daemon, SUM), False),
+        (lambda daemon: _flip(daemon, 8 * HOLDS), True),
+        (_unused, True),
+    ],
+    ids=["number", "birth", "sum", "holds", "used"],
+)
+def test_a_living_session_whose_entry_is_spoilt_keeps_what_it_held(
+    spoil: Callable[[Kept], None], listed: bool
+) -> None:
+    """What it used and what is cached is given to nobody while its process lives, over starts, and comes back when it
+    has ended; what was spoilt is forgotten by then."""
+    with kept([{"blocks": 33}]) as daemon, child(_holding(daemon.socket)) as engine:
+        engine.heard()
+        manager = daemon.manager
+        manager.wait(lambda: any(each.startswith("session") for each in manager.stored))
+        spoil(daemon)
+        for _ in range(2):
+            manager.kill()
+            with Wire(daemon.socket) as control:
+                assert len(rows(control, "sessions")) == listed
+                assert rows(control, "pools")[0]["quarantined"] >= 100
+                assert control.call(Evict, 1 << 20).tokens == 0
+                audited = control.call(Audit)
+                assert not audited.faults
+        assert len(daemon.events("sessions_torn")) == (0 if listed else 2)
+        engine.kill()
+        _nothing_is_held(daemon)
+        manager.kill()
+        assert len(daemon.events("sessions_torn")) == (0 if listed else 2)
+        _, last = daemon.events("restart_settled")[-1], daemon.events("warm_start")[-1]
+        assert (last["sessions"], last["aside"]) == (0, 0)
+
+
+def test_an_entry_that_was_spoilt_holds_nothing_up_when_all_processes_are_known() -> None:
+    """It is nobody's where every process that is kept has an entry, or has ended."""
+    with kept([{"blocks": 33}]) as daemon:
+        manager = daemon.manager
+        with child(_holding(daemon.socket)) as engine:
+            engine.heard()
+            manager.wait(lambda: any(each.startswith("session") for each in manager.stored))
+            _flip(daemon, 17)
+            manager.command[1:3] = ["-Ic", SLOW]
+            manager.kill(ready=False)
+            until(lambda: daemon.events("warm_start"), 30.0, "no second start")
+            engine.kill()
+            manager.wait(lambda: manager.state == "running")
+            _nothing_is_held(daemon)
 
 
 @pytest.mark.parametrize("kept_by_number", [False, True])
