@@ -59,7 +59,7 @@ class Life(RuleBasedStateMachine):
         self.places = expanded(extents)
         self.tokens = list(range(prompt))
         self.told = self.shared = prompt
-        self.table._begin(prompt, Admitted(1, 0, prompt + room, extents))
+        self.table._begin(prompt, Admitted(1, 0, prompt + room, extents), array("i", self.tokens).tobytes())
 
     def extents(self, total: int) -> list[int]:
         """Slots never used before, in pieces that sometimes touch."""
@@ -141,9 +141,16 @@ class Life(RuleBasedStateMachine):
         self.append(2)
         assert expanded(parent.extents) == before
 
+    @rule()
+    def restart(self) -> None:
+        """The next daemon goes on with it, and has been told of all."""
+        self.table._goes_on()
+        self.told = self.shared = len(self.tokens)
+
     @invariant()
     def agrees(self) -> None:
         table, length = self.table, len(self.tokens)
+        assert list(array("i", table._all_tokens())) == self.tokens
         assert table.length == length
         assert table.capacity == len(self.places)
         assert table.room == len(self.places) - length
