@@ -15,13 +15,14 @@ from kvslot.systemd import DROP_INS, FILES, PROGRAM, File, drop_in, text
 
 HIDDEN = ("home", "root", "tmp", "var/tmp", "run/user", "dev/shm")
 """Where the unit's sandbox shows nothing, or nothing of ours."""
+UNITS = "etc/systemd/system"
 EXAMPLES = """\
 examples:
   python -Im kvslot.systemd                            into /etc, for this environment's kvslotd
   python -Im kvslot.systemd --drop-in gpu:gpu0         and what an NVIDIA GPU needs, for kvslotd@gpu0.service
   python -Im kvslot.systemd --root /mnt/image          into an image of a machine
   python -Im kvslot.systemd --print kvslotd@.service   to look at one
-  python -Im kvslot.systemd --remove                   settings stay
+  python -Im kvslot.systemd --remove                   settings, and drop-ins that are not ours, stay and are named
 
 exit codes: 0 done, 1 something could not be written, 2 usage
 """
@@ -51,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     )
     what = top.add_mutually_exclusive_group()
     what.add_argument("--print", metavar="FILE", dest="show", help="print one of the files, and end")
-    what.add_argument("--remove", action="store_true", help="take away what was put there, but for settings")
+    what.add_argument(
+        "--remove", action="store_true", help="take away what was put there, drop-ins too, but for settings"
+    )
     return top
 
 
@@ -75,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if arguments.remove:
-            _remove(root, wanted)
+            _remove(root)
         else:
             _install(root, wanted, program)
     except OSError as error:
@@ -110,6 +113,12 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
         beside.chmod(0o644)
         beside.replace(target)
         print(f"{'written' if there is None else 'replaced':10} {target}")
+    asked = {root / each.target for each in wanted}
+    for there_is in _own_drop_ins(root):
+        target = root / there_is.target
+        if target not in asked and target.read_text(encoding="utf-8") != text(there_is.name, program):
+            said = f"{there_is.name.removesuffix('.conf')}:{_instance(target.parent)}"
+            print(f"{'differs':10} {target}, which --drop-in {said} replaces")
     if not (root / program.lstrip("/")).exists():
         print(
             f"\nThere is no {program} in {root} yet: a virtual environment there, with this package, has one."
@@ -133,8 +142,25 @@ def _install(root: Path, wanted: list[File], program: str) -> None:
     )
 
 
-def _remove(root: Path, wanted: list[File]) -> None:
-    for file in wanted:
+def _own_drop_ins(root: Path) -> list[File]:
+    """Those of this package, of whatever version, for whatever instance: by name, and by the line they begin with."""
+    found = []
+    for folder in sorted((root / UNITS).glob("kvslotd@?*.service.d")):
+        for each in DROP_INS:
+            path = folder / f"{each}.conf"
+            head = text(path.name).partition("\n")[0]
+            if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(head):
+                found.append(File(path.name, str(path.relative_to(root))))
+    return found
+
+
+def _instance(folder: Path) -> str:
+    """Whose drop-ins a folder holds."""
+    return folder.name.removeprefix("kvslotd@").removesuffix(".service.d")
+
+
+def _remove(root: Path) -> None:
+    for file in [*FILES, *_own_drop_ins(root)]:
         target = root / file.target
         if file.kept or not target.exists():
             continue
@@ -142,3 +168,20 @@ def _remove(root: Path, wanted: list[File]) -> None:
         print(f"{'removed':10} {target}")
         if target.parent.name.endswith(".service.d") and not any(target.parent.iterdir()):
             os.rmdir(target.parent)
+    # What belongs to the operator: settings, and what `systemctl edit` and people wrote.
+    kept = [*(root / UNITS).glob("kvslotd.socket.d/*"), *(root / UNITS).glob("kvslotd@*.d/*")]
+    for path in sorted([*kept, *(root / "etc/kvslot").glob("*")]):
+        print(f"{'left':10} {path}")
+    told = "" if root == Path("/") else f" --root={root}"
+    # By a pattern, since links that lead nowhere any more count, too.
+    links = [
+        each
+        for each in (root / UNITS).glob("*.wants/kvslotd*")
+        if each.name.startswith(("kvslotd.", "kvslotd@"))
+    ]
+    print(
+        "\nThen, as root:\n"
+        + (f"  systemctl{told} disable {' '.join(sorted({each.name for each in links}))}\n" if links else "")
+        + ("" if told else "  systemctl daemon-reload\n")
+        + "Users and groups stay."
+    )

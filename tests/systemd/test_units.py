@@ -258,6 +258,70 @@ def test_installed_again_keeps_what_is_the_operators(
     capsys.readouterr()
 
 
+def test_what_is_removed_leaves_what_is_the_operators_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Drop-ins of ours go with the units, for whatever instance; what others put beside them is left, and named."""
+    root = ["--root", str(tmp_path)]
+    units = tmp_path / "etc/systemd/system"
+    assert main([*root, "--drop-in", "gpu:gpu0", "--drop-in", "admin-tcp:gpu0", "--drop-in", "gpu:gpu1"]) == 0
+    ours = [
+        units / f"kvslotd@gpu{n}.service.d" / name for n, name in ((0, "admin-tcp.conf"), (1, "gpu.conf"))
+    ]
+    ours[1].write_text(text("gpu.conf") + "# of an older version\n")
+    mine = [
+        units / "kvslotd@gpu0.service.d/override.conf",
+        units / "kvslotd@other.service.d/gpu.conf",  # the name is ours, the file is not
+        units / "kvslotd@.service.d/memory.conf",
+        units / "kvslotd.socket.d/group.conf",
+        tmp_path / "etc/kvslot/gpu0.toml",
+    ]
+    for each in mine:
+        each.parent.mkdir(exist_ok=True)
+        each.write_text("# mine\n")
+    link = units / "sockets.target.wants/kvslotd.socket"
+    link.parent.mkdir()
+    link.symlink_to("../kvslotd.socket")
+    stranger = units / "kvslotdash.service.d/own.conf"
+    stranger.parent.mkdir()
+    stranger.write_text("# not of kvslot\n")
+    capsys.readouterr()
+    assert main([*root, "--remove"]) == 0
+    told = capsys.readouterr().out
+    assert {each for each in (tmp_path / "etc").rglob("*") if each.is_file()} == {
+        *mine, stranger, tmp_path / "etc/kvslot/default.toml",
+    }  # fmt: skip
+    assert not ours[1].parent.exists()
+    for each in ours:
+        assert re.search(rf"^removed +{re.escape(str(each))}$", told, re.MULTILINE)
+    for each in (*mine, tmp_path / "etc/kvslot/default.toml"):
+        assert re.search(rf"^left +{re.escape(str(each))}$", told, re.MULTILINE)
+    assert str(stranger) not in told
+    assert f"systemctl --root={tmp_path} disable kvslotd.socket\n" in told
+    # Once more: nothing is left to be removed.
+    assert main([*root, "--remove"]) == 0
+    assert not re.search(r"^removed", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_an_upgrade_says_which_drop_ins_are_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Units are replaced; a drop-in of ours that is not this version's is named with what replaces it."""
+    root = ["--root", str(tmp_path)]
+    assert main([*root, "--drop-in", "gpu:gpu0", "--drop-in", "gpu:gpu1"]) == 0
+    old = tmp_path / "etc/systemd/system/kvslotd@gpu0.service.d/gpu.conf"
+    old.write_text(text("gpu.conf") + "# of an older version\n")
+    capsys.readouterr()
+    assert main(root) == 0
+    told = capsys.readouterr().out
+    assert re.search(
+        rf"^differs +{re.escape(str(old))}, which --drop-in gpu:gpu0 replaces$", told, re.MULTILINE
+    )
+    assert "gpu1" not in told
+    assert main([*root, "--drop-in", "gpu:gpu0"]) == 0
+    assert old.read_text() == text("gpu.conf")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
