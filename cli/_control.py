@@ -73,7 +73,7 @@ def pool_help(command: str) -> str:
 
 def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patience: float = PATIENCE_S) -> int:
     """Connects, runs `act` and turns what goes wrong into one line on stderr and an exit code."""
-    from kvslot.api.client import Control
+    from kvslot.api.client import default_socket
     from kvslot.api.wire import (
         BadRequest,
         Denied,
@@ -88,8 +88,10 @@ def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patienc
         _common.check_writable(arguments.json)
     except OSError as error:
         return fail(arguments, f"cannot write {arguments.json}: {error.strerror}", _common.BAD_INPUT)
+    from kvslot.cli import reach
+
     try:
-        with Control(arguments.socket, timeout=patience) as control:
+        with reach.connected(arguments.socket, patience) as control:
             return act(control)
     except Denied as error:
         return fail(
@@ -103,6 +105,9 @@ def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patienc
     except Unsupported as error:
         return fail(arguments, f"this daemon does not know how to: {error}", _common.UNREACHABLE)
     except PeerFault as error:
+        if "speaks HTTP" in str(error):
+            why = reach.is_admin(arguments.socket or default_socket())
+            return fail(arguments, why.text(), _common.UNREACHABLE)
         return fail(arguments, f"{error}; is it a kvslotd, of this version?", _common.UNREACHABLE)
     except Disconnected as error:
         return fail(arguments, str(error), _common.UNREACHABLE)

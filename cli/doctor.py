@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvslot.api.client import Control
     from kvslot.cli.checks import Finding, Picture
+    from kvslot.cli.reach import Why
 
 DESCRIPTION: Final = """\
 Look at a daemon, its pools, its clients and its machine, and say of each thing what was found, why it matters and what
@@ -38,8 +39,12 @@ NAMES: Final = (
 )  # fmt: skip
 """For completion and help, without loading the checks.  A test compares."""
 
-PATIENCE_S: Final = 120.0
-"""Of one answer: the audit of a large pool takes seconds."""
+STEP_S: Final = 5.0
+"""Of one answer: each takes milliseconds, but for audits."""
+AUDIT_S: Final = 60.0
+"""Of one pool: a copy of the daemon recounts a million slots in seconds."""
+LOOK_S: Final = 0.5
+"""Between two looks at the process while its recount is waited for."""
 STYLES: Final = {
     "fault": "bold red",
     "warning": "yellow",
@@ -92,17 +97,26 @@ def run(arguments: argparse.Namespace) -> int:
     names = [name for name in NAMES if name in asked and name not in left_out]
     if arguments.list:
         return _list(names)
-    from kvslot.api.client import Control, Denied, Disconnected, KvslotError
-    from kvslot.cli import checks
+    from kvslot.api.client import Denied, Disconnected, KvslotError, PeerFault
+    from kvslot.cli import checks, reach
 
     try:
         _common.check_writable(arguments.json)
     except OSError as error:
         return _control.fail(arguments, f"cannot write {arguments.json}: {error.strerror}", _common.BAD_INPUT)
     try:
-        with Control(arguments.socket, timeout=PATIENCE_S) as control:
-            picture = see(control, names)
+        with _common.Bar() as bar:
+            control = bar.during("connecting", lambda: reach.connected(arguments.socket, STEP_S))
+            with control:
+                picture = see(control, names, bar)
         return _tell(arguments, control.socket, checks.look(picture, names), picture)
+    except PeerFault as error:
+        if "speaks HTTP" not in str(error):
+            return _control.fail(
+                arguments, f"{error}; is it a kvslotd, of this version?", _common.UNREACHABLE
+            )
+        found = [_unreachable(_path(arguments), reach.is_admin(_path(arguments)))]
+        return _tell(arguments, _path(arguments), found, None)
     except (Denied, Disconnected) as error:
         return _tell(arguments, _path(arguments), _no_answer(_path(arguments), error), None)
     except KvslotError as error:
@@ -122,8 +136,8 @@ def _list(names: list[str]) -> int:
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
-def see(control: Control, names: list[str]) -> Picture:
-    """Everything that these checks go by; only `audit` makes the daemon work."""
+def see(control: Control, names: list[str], bar: _common.Bar) -> Picture:
+    """Everything that these checks go by; only `audit` makes the daemon work.  Each step has a limit of its own."""
     from kvslot import __version__
     from kvslot.api.client import BadRequest, NotFound
     from kvslot.api.wire import VERSION
@@ -131,12 +145,12 @@ def see(control: Control, names: list[str]) -> Picture:
 
     def ask(kind: str, pool: str = "") -> list[_control.Row]:
         try:
-            return list(control.inspect(kind, pool=pool))
+            return bar.during(f"asking for {kind}", lambda: list(control.inspect(kind, pool=pool)))
         except (NotFound, BadRequest):
             return []  # a daemon of before
 
-    (status,) = control.inspect("status")
-    pools = _control.pools(control)
+    (status,) = ask("status")
+    pools = ask("pools")
     process: dict[str, Any] = next(iter(ask("process")), {})
     pid = process.get("pid", 0) if host.is_daemon(process.get("pid", 0)) else 0
     picture = checks.Picture(
@@ -176,19 +190,18 @@ def see(control: Control, names: list[str]) -> Picture:
                 each.path for each in picture.tokens if not host.may_read(each, process["uid"], groups)
             }
         if picture.admin.kind == "socket":
-            picture.health, picture.health_why = host.health(path)
+            picture.health, picture.health_why = bar.during("asking /healthz", partial(host.health, path))
     if picture.unit:
-        picture.stop_seconds = host.stop_seconds(picture.unit)
-    with _common.Bar() as bar:
-        if {"configuration", "block_size", "admin"} & set(names):
-            picture.effective, picture.effective_why = bar.during(
-                "reading the configuration again", partial(_effective, pid)
-            )
-        if "audit" in names:
-            picture.audits = [
-                bar.during(f"recounting {name}", partial(_audit, control, name))
-                for name in [pool["pool"] for pool in pools]
-            ]
+        picture.stop_seconds = bar.during("asking systemd", partial(host.stop_seconds, picture.unit))
+    if {"configuration", "block_size", "admin"} & set(names):
+        picture.effective, picture.effective_why = bar.during(
+            "reading the configuration again", partial(_effective, pid)
+        )
+    if "audit" in names:
+        picture.audits = [
+            bar.during(f"recounting {name}", partial(_audit, control.socket, name, pid))
+            for name in [pool["pool"] for pool in pools]
+        ]
     return picture
 
 
@@ -214,14 +227,31 @@ def _effective(pid: int) -> tuple[dict[str, Any] | None, str]:
     return host.effective(pid)
 
 
-def _audit(control: Control, pool: str) -> _control.Row:
-    from kvslot.api.client import Refused
+def _audit(socket: str, pool: str, pid: int) -> _control.Row:
+    """Waits for a recount for as long as the daemon can make one: one that is stopped meanwhile is not waited for."""
+    import threading
 
-    try:
-        told = control.audit(pool=pool)
-    except Refused as error:
-        return {"pool": pool, "why": str(error)}
-    return {"pool": pool, "faults": list(told.faults), "milliseconds": told.milliseconds}
+    from kvslot.api.client import Control, KvslotError
+    from kvslot.cli import host, reach
+
+    told: list[_control.Row] = []
+
+    def recount() -> None:
+        try:
+            with Control(socket, timeout=AUDIT_S) as control:
+                found = control.audit(pool=pool)
+            told.append({"pool": pool, "faults": list(found.faults), "milliseconds": found.milliseconds})
+        except KvslotError as error:
+            told.append({"pool": pool, "why": str(error)})
+
+    thread = threading.Thread(target=recount, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_S)
+        if pid and thread.is_alive() and host.process_state(pid) in ("T", "t", "Z", "X", ""):
+            why = reach.halted(socket)
+            return {"pool": pool, "why": why.text() if why else f"process {pid} does not go on"}
+    return told[0]
 
 
 # -- where nothing answers --------------------------------------------------------------------------------------------
@@ -233,85 +263,81 @@ def _path(arguments: argparse.Namespace) -> str:
     return arguments.socket or default_socket()
 
 
+def _unreachable(path: str, why: Why) -> Finding:
+    from kvslot.cli.checks import Finding
+
+    return Finding("reachable", "fault", path, *why)
+
+
 def _no_answer(path: str, error: Exception) -> list[Finding]:
     """Why nobody answers at a socket, as far as it can be seen from outside."""
     from kvslot.api.client import Denied
-    from kvslot.cli import host
+    from kvslot.cli import host, reach
     from kvslot.cli.checks import Finding
+    from kvslot.cli.reach import Why
 
-    socket, _, *folders = places(path)
-    holder = host.lock_holder(path)
-    groups = ", ".join(host.group(each) for each in sorted({os.getegid(), *os.getgroups()}))
-    me = f"{host.user(os.geteuid())} ({groups})"
+    me = host.user(os.geteuid())
     if isinstance(error, Denied):
         return [
             Finding(
                 "reachable", "warning", path, "the daemon is there, and does not let this user look", str(error),
-                f"run doctor as root or as the daemon's user, or name {host.user(os.geteuid())} in control_uids",
+                f"run doctor as root or as the daemon's user, or name {me} in control_uids",
             )
         ]  # fmt: skip
-    found: list[Finding] = []
+    if isinstance(error, reach.Silent):
+        return [_unreachable(path, error.why)]
+    socket, _, *folders = places(path)
+    held = reach.holder(path)
+    groups = ", ".join(host.group(each) for each in sorted({os.getegid(), *os.getgroups()}))
     hidden = next((each for each in reversed(folders) if each.kind == "hidden"), None)
     missing = next((each for each in reversed(folders) if each.kind == "missing"), None)
+    dead = held is not None and not held.state
     if missing is not None:
-        found.append(
-            Finding(
-                "reachable", "fault", path, f"there is no folder {missing.path}",
-                "a daemon makes it when it starts: none has, since this machine started, or it listens elsewhere",
-                "systemctl status 'kvslotd@*', or start kvslotd; --socket or KVSLOT_SOCKET says where it listens",
-            )
+        why = Why(
+            f"there is no folder {missing.path}",
+            "a daemon makes it when it starts: none has, since this machine started, or it listens elsewhere",
+            "systemctl status 'kvslotd@*', or start kvslotd; --socket or KVSLOT_SOCKET says where it listens",
         )  # fmt: skip
     elif socket.kind == "hidden" or hidden is not None:
-        where = hidden or folders[0]
-        found.append(
-            Finding(
-                "reachable", "fault", path, f"this user, {me}, may not look into {where.path}", where.text(),
-                "add the user to the socket's group (usermod -aG), or run this as root",
-            )
+        shut = next((each for each in reversed(folders) if not os.access(each.path, os.X_OK)), folders[0])
+        why = Why(
+            f"this user, {me} ({groups}), may not look into {shut.path}", shut.text() if shut.uid >= 0 else "",
+            reach.admission(shut.gid, shut.mode & 0o010, "let the engines' group enter that folder"),
         )  # fmt: skip
     elif socket.kind == "missing":
-        found.append(
-            Finding(
-                "reachable", "fault", path, "there is no such socket",
-                f"the lock beside it names process {holder}" if holder
-                else "no daemon runs there, or it listens elsewhere",
-                "systemctl status 'kvslotd@*' and its log; kvslotd --check-config says where it would listen",
-            )
+        named = f"the lock beside it names process {held.pid}" if held is not None else ""
+        why = Why(
+            "there is no such socket",
+            f"{named}, which is dead" if dead
+            else f"{named}, which is there: somebody removed the socket's file, or it is not made yet" if named
+            else "no daemon runs there, or it listens elsewhere",
+            "systemctl status 'kvslotd@*' and its log; kvslotd --check-config says where it would listen",
         )  # fmt: skip
     elif socket.kind != "socket":
-        found.append(
-            Finding(
-                "reachable", "fault", path, f"this is a {socket.kind}, and no socket",
-                "the daemon does not replace what is none", "move it away, or name the right path",
-            )
+        why = Why(
+            f"this is a {socket.kind}, and no socket", "the daemon does not replace what is none",
+            "move it away, or name the right path",
         )  # fmt: skip
     elif not os.access(path, os.W_OK):
-        found.append(
-            Finding(
-                "reachable", "fault", path, f"this user, {me}, may not open it", f"it is {socket.text()}",
-                f"usermod -aG {host.group(socket.gid)} {host.user(os.geteuid())}, or other socket_group, socket_mode",
-            )
+        why = Why(
+            f"this user, {me} ({groups}), may not open it", f"it is {socket.text()}",
+            reach.admission(
+                socket.gid, socket.mode & 0o020,
+                "give the socket a group of its own: socket_group and socket_mode in the daemon's settings",
+            ),
+        )  # fmt: skip
+    elif held is None or dead:
+        named = f": the lock beside it names process {held.pid}, which is dead" if held is not None else ""
+        why = Why(
+            f"a socket lies there, and nobody listens{named}", str(error),
+            "the daemon was killed; start it again (systemctl restart 'kvslotd@*'): it replaces the file",
         )  # fmt: skip
     else:
-        pid = int(holder.partition(" ")[0]) if holder.partition(" ")[0].isdigit() else 0
-        if pid and host.alive(pid):
-            state = host.process_state(pid)
-            found.append(
-                Finding(
-                    "reachable", "fault", path, f"process {holder} serves it, and does not answer",
-                    "it is stopped" if state == "T" else str(error),
-                    f"kill -CONT {pid}" if state == "T"
-                    else f"its log says what it does; py-spy dump --pid {pid}; in the last resort kill -ABRT {pid}",
-                )
-            )  # fmt: skip
-        else:
-            found.append(
-                Finding(
-                    "reachable", "fault", path, "a socket lies there, and nobody listens", str(error),
-                    "the daemon was killed; start it again (systemctl restart 'kvslotd@*'): it replaces the file",
-                )
-            )  # fmt: skip
-    return found
+        why = reach.halted(path) or Why(
+            f"{held.text()} holds its lock, and there is no answer", str(error),
+            f"its log says what it does; py-spy dump --pid {held.pid}",
+        )  # fmt: skip
+    return [_unreachable(path, why)]
 
 
 # -- telling ----------------------------------------------------------------------------------------------------------

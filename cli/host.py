@@ -98,9 +98,23 @@ def lock_holder(socket: str) -> str:
         return ""
 
 
-def alive(pid: int) -> bool:
-    """Whether a process with this number is there."""
-    return os.path.exists(f"/proc/{pid}") if pid > 0 else False
+def lock_taker(path: str) -> int:
+    """The process that holds a lock (flock) on a file, by the kernel's table; 0: none that can be seen from here."""
+    try:
+        inode = os.stat(path).st_ino
+    except OSError:
+        return 0
+    for line in _read("/proc/locks").splitlines():
+        words = line.split()
+        # 1: FLOCK ADVISORY WRITE 4242 08:01:131090 0 EOF; those that wait have an arrow in the second place.
+        if words[1:2] == ["FLOCK"] and words[5].rpartition(":")[2] == str(inode) and words[4].isdigit():
+            return int(words[4])
+    return 0
+
+
+def sees_processes() -> bool:
+    """Whether /proc shows the processes of others, so that one that is not there is dead."""
+    return os.path.exists("/proc/1/stat")
 
 
 def is_daemon(pid: int) -> bool:

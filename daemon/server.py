@@ -561,6 +561,7 @@ class Server:
         for endpoint in endpoints:
             self._endpoints.append(endpoint)
             self._listeners.append(endpoint.listen(self.settings.socket_mode, self.settings.socket_group))
+            endpoint.note()  # it is not starting any more
         self._accept_again()
 
     def _accept_again(self) -> None:
@@ -1272,6 +1273,8 @@ def serve(settings: config.Settings, reload: Callable[[], config.Settings] | Non
     try:
         try:
             endpoints = claim(service.store, "kvslot", settings.socket)
+            for endpoint in endpoints:
+                endpoint.note("starting")  # a manager's socket lets clients in, who wait meanwhile
             if endpoints[0].passed:
                 settings = msgspec.structs.replace(settings, socket=str(endpoints[0].path))
         except EndpointError as error:

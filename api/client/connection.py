@@ -86,13 +86,17 @@ class Connection:
         self._ready: deque[messages.Outgoing] = deque()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited by what is executed
         try:
+            self.limit(timeout)  # before connecting, which waits where too many wait at the daemon's door
             self._socket.connect(self.path)
-            limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         except OSError as error:
             self._socket.close()
             raise Disconnected(f"no daemon at {self.path}: {remedy(error, self.path)}") from error
+
+    def limit(self, timeout: float) -> None:
+        """From now on any one answer may take so many seconds."""
+        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, frame: bytes, frames: int = 1) -> None:
         """Sends `frame`, which may be several in a row."""
@@ -229,6 +233,10 @@ class Connection:
     def _take(self, data: bytes) -> None:
         if not data:
             raise self.lost("the daemon closed it (it may have stopped, restarted, or dropped this session)")
+        if data.startswith(b"HTTP/"):
+            fault = PeerFault(f"{self.path} speaks HTTP: it is an admin API's socket; {NAME_IT}")
+            self.close(fault)
+            raise fault
         try:
             bodies = self._reader.feed(data)
             self.frames_received += len(bodies)
@@ -257,6 +265,8 @@ def remedy(error: OSError, path: str) -> str:
             return "the socket is left over from a daemon that has ended; start kvslotd"
         case NotADirectoryError():
             return f"a part of that path is no folder; {NAME_IT}"
+        case BlockingIOError():
+            return "it lets nobody in: so many wait already that it must have been stopped, or hangs"
         case PermissionError():
             return "this user may not open the socket; see socket_group and socket_mode of the daemon's configuration"
     if len(os.fsencode(path)) > PATH_BYTES:

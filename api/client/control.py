@@ -26,6 +26,10 @@ class Control:
         """The path of the daemon's socket."""
         return self._connection.path
 
+    def limit(self, timeout: float) -> None:
+        """From now on any one answer may take so many seconds."""
+        self._connection.limit(timeout)
+
     def page(
         self, kind: str, *, pool: str = "", cursor: int = 0, limit: int = 0
     ) -> tuple[list[dict[str, Any]], int]:

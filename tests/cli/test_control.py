@@ -636,7 +636,7 @@ def test_a_daemon_that_lets_this_user_not_ask_says_whom_it_does(
 
 def test_something_else_behind_the_socket_is_recognised(daemon: FakeDaemon, show: Shown) -> None:
     """Bytes that are no frame of ours end in one line, no traceback."""
-    daemon.garbage = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    daemon.garbage = b"SSH-2.0-OpenSSH_9.2p1\r\n"
     assert "is it a kvslotd" in show("status", code=5)
 
 

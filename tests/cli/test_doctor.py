@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvslot.api.wire import COMPLETED, SUBMITTED, messages
-from kvslot.cli import checks, ctl, doctor, host
+from kvslot.cli import checks, ctl, doctor, host, reach
 
 from ..systemd.supervisor import Supervisor
 from ..tools.daemon import Running, configuration, running
@@ -220,7 +220,7 @@ def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
     daemon: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped process holds its lock and answers nothing: it is named, and to be continued."""
-    monkeypatch.setattr(doctor, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(reach, "SOON_S", 0.3)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         for _ in range(2000):
@@ -230,7 +230,7 @@ def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     assert row["finding"] == f"process {daemon.pid} serves it, and does not answer"
-    assert row["reason"] == "it is stopped"
+    assert row["reason"] == "it is stopped (state T)"
     assert row["remedy"] == f"kill -CONT {daemon.pid}"
 
 
@@ -256,7 +256,11 @@ def test_another_user_is_told_what_is_in_the_way(daemon: Running) -> None:
     daemon.socket.parent.chmod(0o755)
     row = as_nobody()
     assert "may not open it" in row["finding"]
-    assert "usermod -aG" in row["remedy"]
+    assert "usermod" not in row["remedy"]  # the group is root's
+    assert "socket_group" in row["remedy"]
+    os.chown(daemon.socket, -1, 54321)
+    row = as_nobody()
+    assert "usermod -aG 54321 nobody" in row["remedy"]
     daemon.socket.chmod(0o666)
     try:
         row = as_nobody()
