@@ -403,6 +403,8 @@ def measure_page(bench: Bench) -> list[Result]:
         us("page_without_us_p99", "... and without", middle(without, "p99"), samples),
         us("page_us_p999", "8 clients, 10k/s, page open: 99.9th percentile", middle(beside, "p999"), samples),
         us("page_without_us_p999", "... and without", middle(without, "p999"), samples),
+        us("page_cpu_us", "CPU time of kvslotd by operation, page open", middle(beside, "cpu_us"), samples),
+        us("page_without_cpu_us", "... and without", middle(without, "cpu_us"), samples),
         result(
             "page_failures", float(failures), unit="", what="answers to the page that were none",
             samples=answers,
