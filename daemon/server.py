@@ -1375,7 +1375,8 @@ def _find(warm: Warm, settings: config.PoolSettings) -> Kept | str:
     layout = config.pool_layout(settings)
     pool_config = config.pool_config(settings, layout)
     size = layout.geometry(pool_config.blocks * pool_config.block_size).total_bytes
-    return warm.find(settings.name, layout, pool_config, huge.whole(size, huge.SIZES[settings.huge_pages]))
+    pages = huge.SIZES[settings.huge_pages]
+    return warm.find(settings.name, layout, pool_config, huge.whole(size, pages), pages)
 
 
 def _host(

@@ -25,6 +25,7 @@ import fcntl
 import gc
 import hashlib
 import hmac
+import mmap
 import os
 import re
 import secrets
@@ -183,11 +184,16 @@ class Warm:
 
     # -- looking -----------------------------------------------------------------------------------------------
 
-    def find(self, name: str, layout: Layout, config: PoolConfig, size_bytes: int) -> Kept | str:
-        """The pool of that name and size of memory, or why there is none like it; asked again, the same."""
+    def find(
+        self, name: str, layout: Layout, config: PoolConfig, size_bytes: int, page_bytes: int = 0
+    ) -> Kept | str:
+        """The pool of that name, size of memory and of its pages, or why there is none like it; asked again, the same.
+
+        `page_bytes`: of huge pages, 0 for the system's ordinary ones.
+        """
         found = self._found.get(name)
         if found is None:
-            found = self._find(name, size_bytes)
+            found = self._find(name, size_bytes, page_bytes or mmap.PAGESIZE)
             if isinstance(found, Kept) and (why := _difference(found.head, layout, config)):
                 os.close(found.pool)
                 os.close(found.journal)
@@ -196,7 +202,7 @@ class Warm:
             self._found[name] = found
         return found
 
-    def _find(self, name: str, size_bytes: int) -> Kept | str:
+    def _find(self, name: str, size_bytes: int, page_bytes: int) -> Kept | str:
         if not self.enabled:
             return "no service manager keeps anything for this process"
         pools, journals = self._kept.pop(_key(name), ([], []))
@@ -215,7 +221,10 @@ class Warm:
                 status = os.fstat(pool)
                 if status.st_ino != head.inode:
                     continue
-                if status.st_size != head.size_bytes or head.size_bytes != size_bytes:
+                pages = os.fstatvfs(pool).f_bsize
+                if pages != page_bytes:
+                    why = f"its memory has pages of {pages} bytes, and such of {page_bytes} are configured (huge_pages)"
+                elif status.st_size != head.size_bytes or head.size_bytes != size_bytes:
                     why = f"its memory has {status.st_size} bytes, and {size_bytes} are configured"
                 elif not _sealed(pool):
                     why = "its memory is not sealed"

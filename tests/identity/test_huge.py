@@ -16,6 +16,8 @@ from kvslot.daemon.config import ConfigError, check_memory, load, pool_sum
 from kvslot.daemon.device import Geometry, huge
 from kvslot.daemon.device.memory import MemoryDevice, NoMemory
 
+from ..restart.killing import kept
+from ..restart.test_return import PROMPT, fill
 from ..tools.daemon import running
 from ..tools.wire import Wire
 
@@ -124,4 +126,32 @@ def test_a_pool_of_huge_pages_is_as_any() -> None:
             assert wire.hello().pool.size_bytes == 6 * MIB
         with Wire(daemon.socket) as tool:
             assert tool.call(messages.Inspect, "pools").rows[0]["size_bytes"] == 6 * MIB
+    assert huge.count(2 * MIB)[1] == free
+
+
+@pytest.mark.usefixtures("pages")
+def test_a_pool_of_huge_pages_outlives_its_daemon() -> None:
+    """What is cached is taken over with its pages, and with the same bytes; with pages of another size than those it
+    has a pool begins anew, and gives up those."""
+    free = huge.count(2 * MIB)[1]
+    pool = {"blocks": 128, "layout": {"layers": 2, "kv_heads": 4, "head_dim": 64, "dtype": "float32"}}
+    with kept([{**pool, "huge_pages": "2MiB"}]) as daemon:
+        manager = daemon.manager
+        with Client(str(daemon.socket)) as client:
+            slots = fill(client, PROMPT)
+            assert client.pool.description.size_bytes == 8 * MIB
+        for _ in range(2):
+            manager.kill()
+            assert huge.count(2 * MIB)[1] == free - 4
+            with Client(str(daemon.socket)) as client:
+                assert client.probe(PROMPT) == len(PROMPT) - 1
+                for name in client.pool.planes:
+                    assert (client.pool.plane(name)[slots, 0, 0] == PROMPT).all()
+        for word, pages in (("off", 0), ("2MiB", 4)):
+            daemon.configure([{**pool, "huge_pages": word}])
+            manager.kill()
+            assert huge.count(2 * MIB)[1] == free - pages
+            last = daemon.events("cold_start", "warm_start")[-1]
+            assert last["event"] == "cold_start"
+            assert "pages" in last["reason"]
     assert huge.count(2 * MIB)[1] == free
