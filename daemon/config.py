@@ -334,7 +334,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str, Rule("path", "tokens that may act over TCP, too, one a line; unset: none may", high=4096)
     ] = ""
     admin_connections: Annotated[
-        int, Rule("whole", "connections to the admin API at a time", "connections", 2, 1024)
+        int,
+        Rule(
+            "whole",
+            "connections to the admin API at a time over Unix sockets, and as many over TCP that have shown a token",
+            "connections",
+            2,
+            1024,
+        ),
     ] = 32
     client_uids: Annotated[
         tuple[int, ...],
@@ -714,7 +721,7 @@ def _convert(
         rule = rules.get(key)
         at = f"{source}: {where}{key}"
         if rule is None:
-            problems.append(f"{at} {_unknown(key, rules)}")
+            problems.append(f"{at} {_unknown(key, rules, value)}")
             continue
         try:
             values[key] = _value(rule, value, base, at)
@@ -1286,17 +1293,27 @@ def _json(value: object) -> str:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _unknown(key: str, rules: Mapping[str, Rule]) -> str:
-    """What is to be said of a name that is none of these settings."""
-    if rules is SETTINGS and key in POOL:
+def _unknown(key: str, rules: Mapping[str, Rule], value: object = None) -> str:
+    """What is to be said of a name that is none of these settings; `value`: what it was given."""
+    plain = key.lower().replace("-", "_")
+    if rules is SETTINGS and plain in POOL:
         return "is a setting of a pool: put it below [[pool]]"
-    if rules is POOL and key in SETTINGS:
+    if rules is POOL and plain in SETTINGS:
         return "is a setting of the daemon, for all pools: put it above the first [[pool]]"
-    if rules is SETTINGS and key in ("pools", "tenants"):
-        return f"is not a setting: write [[{key[:-1]}]] for each {key[:-1]}"
-    near = difflib.get_close_matches(key, list(rules), 3, 0.6)
+    if rules is SETTINGS and plain.removeprefix("pool_") in POOL:
+        return f"is not a setting here: it is {plain.removeprefix('pool_')}, below [[pool]]"
+    if rules is SETTINGS and (
+        table := difflib.get_close_matches(plain, ("pools", "pool", "tenants", "tenant"), 1, 0.75)
+    ):
+        name = table[0].removesuffix("s")
+        return f"is not a setting: write [[{name}]] for each {name}"
+    near = difflib.get_close_matches(plain, list(rules), 3, 0.6)
     if near:
         return f"is not a setting: did you mean {' or '.join(near)}?"
+    if rules is SETTINGS and isinstance(value, dict):
+        return "is no table there is: settings of the daemon stand above all tables, which are [[pool]] and [[tenant]]"
+    if rules is SETTINGS and (near := difflib.get_close_matches(plain, list(POOL), 1, 0.75)):
+        return f"is not a setting: did you mean {near[0]}, below [[pool]]?"
     return f"is not a setting; those there are: {', '.join(rules)}"
 
 

@@ -197,6 +197,16 @@ def test_modes_and_owners(tmp_path: Path) -> None:
         ("sesions_max = 4", "sesions_max is not a setting: did you mean sessions_max"),
         ("block_size = 4", "block_size is a setting of a pool: put it below [[pool]]"),
         ("pools = 4", "pools is not a setting: write [[pool]] for each pool"),
+        ("[[pol]]\nblocks = 4", "pol is not a setting: write [[pool]] for each pool"),
+        ("[tenent]", "tenent is not a setting: write [[tenant]] for each tenant"),
+        ('pool_size = "8GiB"', "pool_size is not a setting here: it is size, below [[pool]]"),
+        ("pool-block-size = 8", "pool-block-size is not a setting here: it is block_size, below [[pool]]"),
+        ("Drain-Seconds = 8", "Drain-Seconds is not a setting: did you mean drain_seconds"),
+        ("model_confg = 4", "model_confg is not a setting: did you mean model_config, below [[pool]]?"),
+        (
+            "[daemon]\nsocket = 4",
+            "daemon is no table there is: settings of the daemon stand above all tables",
+        ),
         ("zzz = 4", "zzz is not a setting; those there are: socket, "),
         (
             "sessions_max = 0",
@@ -466,6 +476,18 @@ def test_the_documentation_knows_every_setting() -> None:
     text = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text(encoding="utf-8")
     missing = [row for row in config.documentation() if row not in text]
     assert missing == []
+
+
+def test_the_documentation_knows_what_can_be_changed() -> None:
+    """docs/daemon.md names every setting that a daemon takes over while it runs, and none that it does not."""
+    text = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text(encoding="utf-8")
+    start = text.index("`log_level`, `stall_seconds`")
+    named = set(re.findall(r"`([a-z_]+)`", text[start : text.index("\n## Pools", start)]))
+    told = {*config.CHANGEABLE, *config.RELOADABLE, *config.RETRIED} - {"tenants"}
+    # Of compaction it says that all can be, but for its chunks.
+    told -= {each for each in config.CHANGEABLE if each.startswith("compaction")}
+    assert "[[tenant]]" in text[start:]
+    assert named & set(config.SETTINGS) == told
 
 
 def test_the_example_is_a_configuration() -> None:
