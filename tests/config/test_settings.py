@@ -192,21 +192,32 @@ def test_modes_and_owners(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("[[pol]]\nblocks = 4", "pol is not a setting: write [[pool]] for each pool"),
+        ("[tenent]", "tenent is not a setting: write [[tenant]] for each tenant"),
+        (
+            "[daemon]\nsocket = 4",
+            "daemon is no table there is: settings of the daemon stand above all tables, which are [[pool]] and "
+            "[[tenant]]",
+        ),
+    ],
+)
+def test_a_mistyped_table_is_told_with_the_one_that_was_meant(tmp_path: Path, text: str, wanted: str) -> None:
+    """Not with a list of all settings."""
+    assert problems(tmp_path, text) == [f"{tmp_path / 'kvslot.toml'}: {wanted}"]
+
+
+@pytest.mark.parametrize(
     ("line", "wanted"),
     [
         ("sesions_max = 4", "sesions_max is not a setting: did you mean sessions_max"),
         ("block_size = 4", "block_size is a setting of a pool: put it below [[pool]]"),
         ("pools = 4", "pools is not a setting: write [[pool]] for each pool"),
-        ("[[pol]]\nblocks = 4", "pol is not a setting: write [[pool]] for each pool"),
-        ("[tenent]", "tenent is not a setting: write [[tenant]] for each tenant"),
         ('pool_size = "8GiB"', "pool_size is not a setting here: it is size, below [[pool]]"),
         ("pool-block-size = 8", "pool-block-size is not a setting here: it is block_size, below [[pool]]"),
         ("Drain-Seconds = 8", "Drain-Seconds is not a setting: did you mean drain_seconds"),
         ("model_confg = 4", "model_confg is not a setting: did you mean model_config, below [[pool]]?"),
-        (
-            "[daemon]\nsocket = 4",
-            "daemon is no table there is: settings of the daemon stand above all tables",
-        ),
         ("zzz = 4", "zzz is not a setting; those there are: socket, "),
         (
             "sessions_max = 0",
