@@ -1311,7 +1311,7 @@ def _unknown(key: str, rules: Mapping[str, Rule], value: object = None) -> str:
     if near:
         return f"is not a setting: did you mean {' or '.join(near)}?"
     if rules is SETTINGS and isinstance(value, dict):
-        return "is no table there is: settings of the daemon stand above all tables, which are [[pool]] and [[tenant]]"
+        return "is no table there is: settings of the daemon stand above [[pool]] and [[tenant]]"
     if rules is SETTINGS and (near := difflib.get_close_matches(plain, list(POOL), 1, 0.75)):
         return f"is not a setting: did you mean {near[0]}, below [[pool]]?"
     return f"is not a setting; those there are: {', '.join(rules)}"

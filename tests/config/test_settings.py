@@ -198,8 +198,7 @@ def test_modes_and_owners(tmp_path: Path) -> None:
         ("[tenent]", "tenent is not a setting: write [[tenant]] for each tenant"),
         (
             "[daemon]\nsocket = 4",
-            "daemon is no table there is: settings of the daemon stand above all tables, which are [[pool]] and "
-            "[[tenant]]",
+            "daemon is no table there is: settings of the daemon stand above [[pool]] and [[tenant]]",
         ),
     ],
 )
