@@ -111,6 +111,32 @@ def test_what_a_step_under_way_uses_stays_until_it_has_completed() -> None:
         control.close()
 
 
+def test_an_engine_of_several_processes_opens_its_group_anew() -> None:
+    """Its sessions of before hold what they held until each of them was released, and nothing afterwards."""
+    with kept([{"blocks": 33}]) as daemon:
+        path = str(daemon.socket)
+        old = [Client(path)]
+        old.append(Client(path, group=old[0].group))
+        fill(old[0], PROMPT)
+        held = old[0].admit(list(range(500, 560)))
+        daemon.manager.kill()
+        for client in old:
+            lose(client)
+            with pytest.raises(StaleSession, match="group"):
+                client.reconnect()
+        with Client(path) as first, Client(path, group=first.group) as second, Wire(daemon.socket) as control:
+            assert first.probe(PROMPT) == len(PROMPT) - 1
+            assert not control.call(Evict, 1 << 20).tokens, "what it may read was evicted"
+            first.release(old[0].token)
+            assert rows(control, "pools")[0]["quarantined"] >= held.capacity
+            second.release(old[1].token)
+            until(lambda: len(rows(control, "sessions")) == 2, 10.0, "a session of then is left")
+            until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 10.0, "its slots are set aside")
+            until(lambda: control.call(Evict, 1 << 20).tokens > 0, 10.0, "what is cached is held for nobody")
+        for client in old:
+            client.close()
+
+
 def test_a_dead_engine_holds_nothing_after_the_next_start() -> None:
     """Who died while there was no daemon is proven gone by it; who dies later is noticed then."""
 
