@@ -185,11 +185,11 @@ def _setting(struct: Any, key: str, rule: config.Rule) -> tuple[str, str]:
     )  # the same key twice has the same default or none
     default = shown.get(f" `{key}` ", "").strip().strip("`")
     assert key in defaults
-    live = (
-        " It can be changed while the daemon runs."
-        if struct is config.Settings and key in config.CHANGEABLE
-        else ""
-    )
+    live = ""
+    if struct is config.Settings and key in config.CHANGEABLE:
+        live = " It can be changed while the daemon runs."
+    elif struct is config.TenantSettings or (struct is config.Settings and key in config.RELOADABLE):
+        live = " A reload takes it over."
     words = f"{rule.text[:1].upper()}{rule.text[1:]}. Allowed: {rule.allowed()}.{live}"
     return (f"{key} = {default}" if default else key), words
 

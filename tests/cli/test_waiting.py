@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvslot.allocator import Pool
 from kvslot.api.wire import messages
-from kvslot.cli import _common, ctl
+from kvslot.cli import ctl
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
@@ -73,33 +77,24 @@ def test_without_a_terminal_there_is_neither_bar_nor_thread(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("step", "least", "most"), [(0.01, 0, 0), (1.0, 5, 10), (10.0, 25, 60)])
 def test_without_a_terminal_there_is_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing for ten seconds, then a line as often, and seldomer when it takes hours; never on standard output."""
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    step: float, least: int, most: int,
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On standard error, of how far it is: none for ten seconds, then one as often, and seldomer when it takes long."""
+    from kvslot.cli import evict
 
-    def passes(bar: _common.Bar, seconds: int) -> int:
-        for _ in range(seconds):
-            clock[0] += 1.0
-            bar.report(f"at {clock[0]:.0f}", (clock[0] - 1000.0) / 7200.0)
-        return capsys.readouterr().err.count("\n")
-
-    with _common.Bar() as bar:
-        assert passes(bar, 9) == 0
-        clock[0] += 1.0
-        bar.report("mix · slotted", 0.1)
-        bar.report("mix · paged", 0.1)
-        told = capsys.readouterr()
-        assert told.err == " 10%   0:10  mix · slotted\n"
-        assert told.out == ""
-        assert passes(bar, 60) == 6
-        assert 20 < passes(bar, 7000) < 150
-        assert passes(bar, 600) >= 2
-        clock[0] += 600.0
-        bar.report("nobody knows how far", None)
-        assert capsys.readouterr().err.endswith("nobody knows how far\n")
+    clock = itertools.count(1000.0, step)  # a step at each look at it, so at each report
+    monkeypatch.setattr("kvslot.cli._common.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(evict, "EACH", 1)
+    monkeypatch.setattr(Pool, "evict", lambda pool, tokens: tokens)
+    assert ctl.main(["evict", "90", "--socket", daemon.path]) == 0
+    told = capsys.readouterr()
+    assert "evicting" not in told.out
+    lines = told.err.splitlines()
+    assert least <= len(lines) <= most
+    assert all(re.fullmatch(r" *\d+%  +\d+:\d\d  evicting", line) for line in lines)
 
 
 def test_a_drain_is_waited_for_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
