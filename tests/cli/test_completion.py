@@ -121,6 +121,7 @@ def test_a_tab_completes_commands_options_and_words(name: str, shell: Made) -> N
     one.completes("kvslotctl doctor waterm", "kvslotctl doctor watermark")
     one.completes("kvslotctl set drain_sec", "kvslotctl set drain_seconds")
     one.completes("kvslotctl bench compac", "kvslotctl bench compaction")
+    one.completes("kvslotctl docs operat", "kvslotctl docs operations")
 
 
 @pytest.mark.parametrize("name", ["bash", "zsh"])
