@@ -1016,7 +1016,7 @@ def admin(p: Picture) -> list[Finding]:
     found = [
         Finding(
             "admin", "warning", each["name"], each["reason"],
-            "engines are served all the same; no metrics, page and /healthz there", each["remedy"],
+            "engines are served all the same: it is the admin API alone that lacks it", each["remedy"],
         )
         for each in p.process.get("admin", ()) if not each["ok"]
     ]  # fmt: skip
@@ -1036,7 +1036,12 @@ def admin(p: Picture) -> list[Finding]:
                 "admin_socket_mode = 0o660 and admin_socket_group = the operators' group",
             )
         )  # fmt: skip
-    found += _tokens(p)
+    told = [each.finding for each in found]
+    found += [
+        each
+        for each in _tokens(p)
+        if each.verdict == "fault" or not any(each.subject in text for text in told)
+    ]
     # What a start would find, but what has been said already of what runs, or of a file.
     said = {each.subject for each in found}
     found += [

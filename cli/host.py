@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 Row = dict[str, Any]
 
-CHECK_SECONDS: Final = 20.0
+CHECK_SECONDS: Final = 10.0
 """A configuration is read in a fraction of a second; a model's file on a network may take longer."""
 HEALTH_SECONDS: Final = 5.0
 """/healthz answers out of what is known; after so long the admin API hangs."""

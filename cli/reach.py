@@ -18,7 +18,7 @@ from kvslot.api.client import Control, Disconnected, default_socket
 from kvslot.cli import host
 
 SOON_S: Final = 2.0
-LATE_S: Final = 6.0
+LATE_S: Final = 4.0
 """A loop that has not come round in so long hangs: its slices are below a millisecond."""
 TWICE_S: Final = 0.2
 """Between two looks at a state that may be a moment's."""
