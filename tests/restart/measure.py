@@ -77,27 +77,27 @@ def main(nodes: int) -> None:
 
 def go_on(sequences: int) -> None:
     """Engines' own: running sequences of 3,000 tokens each, and the time until the last of them goes on."""
-    with kept([{"blocks": sequences * 200 + 1, "block_size": 16, "layout": LAYOUT}]) as daemon:
-        with Client(str(daemon.socket)) as client:
-            draw = np.random.default_rng(1)
-            shared = draw.integers(0, 50_000, 1000, dtype=np.int32)
-            running = []
-            with client.step():
-                for _ in range(sequences):
-                    own = draw.integers(0, 50_000, 2000, dtype=np.int32)
-                    running.append(client.admit(np.concatenate((shared, own))))
-            for sequence in running:
-                sequence.commit(2000)
-            for _ in range(3):
-                daemon.manager.kill()
-                with contextlib.suppress(Disconnected):
-                    client.settle()
-                    client.probe([1])
-                began = time.monotonic()
-                client.reconnect()
-                took = time.monotonic() - began
-                on = sum(not each.ended for each in running)
-                print(f"{on} of {sequences} sequences go on {1000 * took:.0f} ms after the engine came back")
+    pool = {"blocks": sequences * 200 + 1, "block_size": 16, "layout": LAYOUT}
+    with kept([pool]) as daemon, Client(str(daemon.socket)) as client:
+        draw = np.random.default_rng(1)
+        shared = draw.integers(0, 50_000, 1000, dtype=np.int32)
+        running = []
+        with client.step():
+            for _ in range(sequences):
+                own = draw.integers(0, 50_000, 2000, dtype=np.int32)
+                running.append(client.admit(np.concatenate((shared, own))))
+        for sequence in running:
+            sequence.commit(2000)
+        for _ in range(3):
+            daemon.manager.kill()
+            with contextlib.suppress(Disconnected):
+                client.settle()
+                client.probe([1])
+            began = time.monotonic()
+            client.reconnect()
+            took = time.monotonic() - began
+            on = sum(not each.ended for each in running)
+            print(f"{on} of {sequences} sequences go on {1000 * took:.0f} ms after the engine came back")
 
 
 if __name__ == "__main__":
