@@ -46,7 +46,8 @@ class PoolMemory:
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         if descriptor >= 0:
             self._map = mmap.mmap(descriptor, description.size_bytes)
-            self._map.madvise(mmap.MADV_DONTFORK)
+            for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):  # a core dump of the engine is its own memory
+                self._map.madvise(advice)
 
     @property
     def name(self) -> str:

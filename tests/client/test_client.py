@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -473,6 +474,16 @@ def test_closing_under_a_live_view_is_refused(path: str) -> None:
     client.close()
     with pytest.raises(BadRequest, match="not mapped"):
         client.pool.plane("0.k")
+
+
+def test_the_pool_is_in_no_core_dump_of_an_engine(path: str) -> None:
+    """Its memory is everybody's: a crash of one engine writes down none of it, and a fork does not take it along."""
+    with Client(path) as client:
+        assert client.pool.mapped
+        after = Path("/proc/self/smaps").read_text().split("memfd:kvslot-")[1:]
+        flags = [set(each.split("VmFlags:", 1)[1].splitlines()[0].split()) for each in after]
+        assert flags
+        assert all({"dd", "dc"} <= each for each in flags), flags
 
 
 def test_an_error_is_not_hidden_by_a_live_view(path: str) -> None:
