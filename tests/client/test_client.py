@@ -480,7 +480,7 @@ def test_the_pool_is_in_no_core_dump_of_an_engine(path: str) -> None:
     """Its memory is everybody's: a crash of one engine writes down none of it, and a fork does not take it along."""
     with Client(path) as client:
         assert client.pool.mapped
-        after = Path("/proc/self/smaps").read_text().split("memfd:kvslot-")[1:]
+        after = Path("/proc/self/smaps").read_text().split(f"memfd:kvslot-{client.pool.name} ")[1:]
         flags = [set(each.split("VmFlags:", 1)[1].splitlines()[0].split()) for each in after]
         assert flags
         assert all({"dd", "dc"} <= each for each in flags), flags
