@@ -79,7 +79,7 @@ def test_defrag_audit_level_and_reload(daemon: Running, client: Client) -> None:
     assert (audit["ok"], audit["faults"]) == (True, [])
     checks = {check["name"]: check for check in client.get("/healthz").json()["checks"]}
     assert checks["audit:default"] == {
-        "name": "audit:default", "ok": True, "reason": "the last audit found nothing wrong"
+        "name": "audit:default", "ok": True, "reason": "the last audit found nothing wrong", "vital": True
     }  # fmt: skip
     assert client.act("log-level", {"level": "debug"}).json() == {"done": True}
     assert client.get("/v1/stats").json()["log_level"] == "debug"
@@ -88,7 +88,7 @@ def test_defrag_audit_level_and_reload(daemon: Running, client: Client) -> None:
     text = file.read_text()
     file.write_text("stall_seconds = 7.25\nsessions_max = 9\n" + text)
     assert client.act("reload").json() == {
-        "changed": ["stall_seconds", "log_level"], "needs_restart": ["sessions_max"]
+        "changed": ["stall_seconds", "log_level"], "needs_restart": ["sessions_max"], "taken": [], "failed": []
     }  # fmt: skip
     file.write_text("nonsense = 1\n" + text)
     refused = client.act("reload")
