@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvslot.allocator.accounts import Account
 from kvslot.allocator.config import MAX_SPACES
@@ -288,15 +288,22 @@ class Lifecycle(Tables):
         if tenant is not None:
             del self.accounts[tenant]
 
-    def resettle(self) -> None:
-        """Puts every open namespace under the account that its tenant has by now, with what its sequences hold.
+    def unsettled(self, root: int) -> bool:
+        """Whether a namespace is there and under another account than its tenant has by now."""
+        space = self.roots.get(root)
+        return (
+            space is not None and self.accounts.get(space.tenant, self.everyone) is not self.account_of[root]
+        )
+
+    def resettle(self, roots: Iterable[int] | None = None) -> None:
+        """Puts open namespaces (None: all) under the account that their tenant has by now, with what sequences hold.
 
         Takes nothing away.  What waits for a fence stays under the account it was taken from, until it is free.
         """
         moved = {
-            root: account
-            for root, space in self.roots.items()
-            if (account := self.accounts.get(space.tenant, self.everyone)) is not self.account_of[root]
+            root: self.accounts.get(self.roots[root].tenant, self.everyone)
+            for root in (self.roots if roots is None else roots)
+            if self.unsettled(root)
         }
         if not moved:
             return

@@ -37,7 +37,7 @@ from kvslot.api.wire import Busy, Denied, messages
 from kvslot.daemon.logs import leave_out, limited
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from kvslot.allocator import Pool
     from kvslot.api.wire.messages import Namespace
@@ -258,17 +258,24 @@ class Identity:
         member.tenants.append(tenant)
         tenant.sessions += 1
 
-    def recount(self, members: Iterable[Member]) -> None:
-        """Who is in after a reload: each session is one of those tenants' that its namespaces belong to by now."""
-        for tenant in self._tenants.values():
-            tenant.sessions = 0
-        for member in members:
+    def recount(self, members: Mapping[int, Member]) -> Iterator[None]:
+        """Who is in after a reload: each session is one of those tenants' that its namespaces belong to by now.
+
+        A session at a time; those that come or go between two steps count as they should by themselves.
+        """
+        for number in list(members):
+            member = members.get(number)
+            if member is None:
+                continue
             roots = member.hosted.core.roots
-            member.tenants.clear()
-            for root in member.roots:
-                its = self.tenant(roots[root].tenant)
-                if its is not None and its not in member.tenants:
-                    self.join(member, its)
+            names = {roots[root].tenant for root in member.roots}
+            its = {id(tenant): tenant for name in names if (tenant := self.tenant(name)) is not None}
+            was = {id(tenant) for tenant in member.tenants}
+            if was != its.keys():
+                self.leave(member)
+                for tenant in its.values():
+                    self.join(member, tenant)
+            yield
 
     def leave(self, member: Member) -> None:
         """A session has ended."""

@@ -13,7 +13,7 @@ from kvslot.daemon.keeper import Keeper
 from kvslot.daemon.lengths import Lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvslot.daemon.config import PoolSettings, TenantSettings
     from kvslot.daemon.device.memory import MemoryDevice
@@ -70,23 +70,35 @@ class HostedPool:
             append=config.append,
         )
 
-    def limit(self, tenants: Sequence[TenantSettings]) -> None:
+    def limit(self, tenants: Sequence[TenantSettings]) -> Iterator[None]:
         """Gives each tenant that is listed its account, and takes the limits off those that are no more.
 
-        Namespaces that are open come under the account of the tenant that they belong to by now.
+        Namespaces that are open come under the account of the tenant that they belong to by now.  A little at a time:
+        between two steps anything else may be done.
         """
         core = self.core
         listed = {each.name: each for each in tenants}
-        for name in (*core.accounts, None):
+        before = set(core.accounts)
+        for name in (*before, None):
             if (OTHERS if name is None else name) not in listed:
                 core.unlimit(name)
+                yield
         for name, each in listed.items():
+            yield
             core.limit(
                 None if name == OTHERS else name,
                 slots=each.slots or UNLIMITED,
                 runs=each.reserved_runs or UNLIMITED,
             )
-        core.resettle()
+        if before == set(core.accounts):
+            return
+        # Those that are opened from here on come under the right ones by themselves.
+        strays: list[int] = []
+        for root in list(core.roots):
+            if core.unsettled(root):
+                strays.append(root)
+            yield
+        core.resettle(strays)
 
     def open(self, space: Space, user: int) -> int:
         """The namespace, for a session that is about to `enter` it."""

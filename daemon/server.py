@@ -161,7 +161,8 @@ class Server:
         self._uids, self._gids = _controllers(settings)
         self.identity = Identity(settings)
         for pool in pools:
-            pool.limit(settings.tenants)
+            for _ in pool.limit(settings.tenants):
+                pass
             if pool.core.scrubs:
                 pool.scrubber = Scrubber(pool, loop, self.deliver)
         self._counts = self.latency.counts
@@ -1054,7 +1055,7 @@ class Server:
                 asked_for, self._reload_asked = self._reload_asked, []
                 self.service.reloading()
                 try:
-                    changed, needs_restart = self._take(await asyncio.to_thread(reread))
+                    changed, needs_restart = await self._take(await asyncio.to_thread(reread))
                     taken, failed = await self._beside_settings()
                 except config.ConfigError as error:
                     log.error("reload_failed", reason=str(error))
@@ -1082,7 +1083,7 @@ class Server:
         finally:
             self._reloading = None
 
-    def _take(self, settings: config.Settings) -> tuple[list[str], list[str]]:
+    async def _take(self, settings: config.Settings) -> tuple[list[str], list[str]]:
         """Settings that have changed and hold from now on, and those that need a restart."""
         if self._endpoints and self._endpoints[0].passed:
             settings = msgspec.structs.replace(
@@ -1098,9 +1099,6 @@ class Server:
         taken = {name: getattr(settings, name) for name in changed if name in now}
         self.settings = msgspec.structs.replace(self.settings, **taken)
         self.identity.change(self.settings)
-        self.identity.recount(self.sessions.values())
-        for hosted in self.pools.values():
-            hosted.limit(self.settings.tenants)
         self._uids, self._gids = _controllers(self.settings)
         for connection in self.connections:
             connection.control = self.may_control(connection.peer)
@@ -1110,9 +1108,22 @@ class Server:
             for compactor in self.compactors.values():
                 compactor.set_again()
         self._settings_changed()
+        if "tenants" in taken:
+            await self._paced(self.identity.recount(self.sessions))
+            for hosted in self.pools.values():
+                await self._paced(hosted.limit(self.settings.tenants))
         needs_restart = [name for name in changed if name not in taken]
-        log.info("reloaded", changed=taken, needs_restart=needs_restart)
+        told = {name: len(value) if name == "tenants" else value for name, value in taken.items()}
+        log.info("reloaded", changed=told, needs_restart=needs_restart)
         return list(taken), needs_restart
+
+    async def _paced(self, steps: Iterable[None]) -> None:
+        """Takes them as background work, with everything else in between."""
+        began = time.perf_counter()
+        for _ in steps:
+            if time.perf_counter() - began >= self.settings.slice_us / 1e6:
+                await asyncio.sleep(0)
+                began = time.perf_counter()
 
     async def _beside_settings(self) -> tuple[list[str], list[str]]:
         """What settings name and hold not themselves, looked at again: what is new, and what cannot be had."""
@@ -1312,7 +1323,8 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     for pool in pools:
-        pool.limit(settings.tenants)  # so that namespaces that come back are under their tenants' accounts
+        for _ in pool.limit(settings.tenants):
+            pass  # so that namespaces that come back are under their tenants' accounts
         service.starting(f"taking over what pool {pool.name} cached", begins=True)
         warm.begin(pool)
     server = Server(settings, pools, loop)

@@ -322,6 +322,26 @@ def test_open_namespaces_come_under_the_account_that_their_tenant_has_by_now() -
     assert pool.accounts["chat"].charged == chat.charged == 0
 
 
+def test_namespaces_come_under_their_accounts_one_by_one() -> None:
+    """Those named and no others; what was closed meanwhile is left alone; accounts count what they have."""
+    pool = limited(quantum=4, blocks=52)
+    s = pool.open_session()
+    roots = [pool.open_space(Space("chat", salt=str(each))) for each in range(4)]
+    took(pool.allocate(s, roots[1], fresh(20, 0)))
+    pool.limit("chat", slots=30)
+    assert [pool.unsettled(each) for each in (*roots, 4711)] == [True] * 4 + [False]
+    pool.close_space(roots[0])
+    pool.resettle(roots[:2])
+    sound(pool)
+    assert [pool.unsettled(each) for each in roots] == [False, False, True, True]
+    assert (pool.accounts["chat"].spaces, pool.everyone.spaces) == (1, 2)
+    assert pool.accounts["chat"].charged > 0
+    assert pool.open_space(Space("chat", salt="new")) not in roots[1:]
+    pool.resettle()
+    sound(pool)
+    assert (pool.accounts["chat"].spaces, pool.everyone.spaces) == (4, 0)
+
+
 def test_a_limit_is_at_least_one() -> None:
     """Zero or fewer slots or runs is refused and changes nothing."""
     pool = limited(slots=9)

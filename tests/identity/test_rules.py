@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
 
+from kvslot.allocator import Space
 from kvslot.api.wire import Denied
 from kvslot.daemon import logs
 from kvslot.daemon.config import ConfigError, Settings, TenantSettings, dump, load, pool_sum, read
 from kvslot.daemon.identity import OTHERS, Identity, Tenant
 from kvslot.daemon.membership import Peer
 
+CORE = SimpleNamespace(roots={1: Space("a"), 2: Space("b"), 3: Space("a", salt="x")})
 POOL = '[[pool]]\nblocks = 9\nopaque_block_bytes = "64KiB"\n'
 ROOT = Peer(1, 0, 0)
 
@@ -180,6 +184,33 @@ def test_refusals_are_noted_by_user_and_never_flood(tmp_path: Path) -> None:
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def session(*roots: int) -> Any:
+    return SimpleNamespace(roots=dict.fromkeys(roots), tenants=[], hosted=SimpleNamespace(core=CORE))
+
+
+def test_sessions_are_counted_anew_one_at_a_time() -> None:
+    """After a reload each is one of the tenants' that its namespaces are of by now; those that come and go meanwhile
+    count once, and are gone."""
+    rules = identity(TenantSettings(name="*"))
+    (everyone,) = rules.tenants
+    members = {number: session(*roots) for number, roots in enumerate([(1, 2, 3), (1,), (2,), (2, 3)])}
+    for each in members.values():
+        rules.join(each, everyone)
+    rules.change(Settings(tenants=(TenantSettings(name="a"), TenantSettings(name="*"))))
+    steps = rules.recount(members)
+    next(steps)
+    rules.leave(members.pop(1))
+    members[9] = session(3)
+    rules.join(members[9], rules.check(ROOT, "a"))
+    assert list(steps) == [None] * 2
+    assert {each.rules.name: each.sessions for each in rules.tenants} == {"a": 3, "*": 3}
+    assert list(rules.recount(members)) == [None] * 4
+    assert {each.rules.name: each.sessions for each in rules.tenants} == {"a": 3, "*": 3}
+    for each in members.values():
+        rules.leave(each)
+    assert not any(each.sessions for each in rules.tenants)
 
 
 def write(folder: Path, text: str) -> Path:
