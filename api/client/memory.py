@@ -46,7 +46,8 @@ class PoolMemory:
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         if descriptor >= 0:
             self._map = mmap.mmap(descriptor, description.size_bytes)
-            for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):  # a core dump of the engine is its own memory
+            # A child of the engine's has no business with it, and its core dump is of its own memory.
+            for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
                 self._map.madvise(advice)
 
     @property
