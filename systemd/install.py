@@ -179,9 +179,8 @@ def _remove(root: Path) -> None:
         for each in (root / UNITS).glob("*.wants/kvslotd*")
         if each.name.startswith(("kvslotd.", "kvslotd@"))
     ]
-    print(
-        "\nThen, as root:\n"
-        + (f"  systemctl{told} disable {' '.join(sorted({each.name for each in links}))}\n" if links else "")
-        + ("" if told else "  systemctl daemon-reload\n")
-        + "Users and groups stay."
-    )
+    then = [f"systemctl{told} disable {' '.join(sorted({each.name for each in links}))}"] if links else []
+    then += [] if told else ["systemctl daemon-reload"]
+    if then:
+        print("\nThen, as root:", *then, sep="\n  ")
+    print("\nUsers and groups stay.")
