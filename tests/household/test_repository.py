@@ -103,6 +103,25 @@ def test_links_in_documents_lead_somewhere() -> None:
     assert faults == []
 
 
+def anchors(text: str) -> set[str]:
+    """What a link may say behind `#`: headings, by the rule of those who show Markdown."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in heads}
+
+
+def test_links_to_sections_find_them() -> None:
+    """Each `#section` of a link between documents, or within one, is a heading there."""
+    held = {(ROOT / name).resolve(): anchors(text) for name, text in documents()}
+    faults = []
+    for name, text in documents():
+        for file, anchor in re.findall(r"\]\(((?:[\w./-]+\.md)?)#([^)\s]+)\)", text):
+            target = ((ROOT / name).parent / file if file else ROOT / name).resolve()
+            if anchor not in held.get(target, set()):
+                faults.append(f"{name}: {file}#{anchor}")
+    assert faults == []
+
+
 def test_every_version_is_pinned() -> None:
     """The constraints name one version of each package that the project and its `dev` extra ask for."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
