@@ -301,7 +301,9 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
             sums["fenced", id(entry.account)] += length
             sums["charged", id(entry.account)] += length
         for node in session.pins.values():
-            pinned += pool.tree.depth[node] + pool.tree.length[node]
+            kept = pool.tree.depth[node] + pool.tree.length[node]
+            pinned += kept
+            sums["pinned", id(pool.account_of[pool.tree.root_of(node)])] += kept
         swept = sum(piece.length for piece, state in session.swept.values() if state == FENCED)
         if session.swept_fenced != swept:
             wrong.append(
@@ -329,6 +331,7 @@ def _audit_sequences(pool: Pool, wrong: list[str]) -> None:
     for key, account in accounts.items():
         for name, says in (
             ("charged", account.charged), ("fenced", account.fenced), ("unwritten", account.unwritten),
+            ("pinned", account.pinned),
         ):  # fmt: skip
             if sums[name, key] != says:
                 wrong.append(f"account {account.name!r}: {name} is {says}, {sums[name, key]} were found")

@@ -266,20 +266,24 @@ class Lifecycle(Tables):
         while fences and fences[0][0] <= passed:
             self._unfence(session, heapq.heappop(fences)[2])
 
-    def limit(self, tenant: str | None, *, slots: int = UNLIMITED, runs: int = UNLIMITED) -> Account:
-        """Bounds what a tenant (None: all that have no account, together) holds: slots, and growth runs in reserve.
+    def limit(
+        self, tenant: str | None, *, slots: int = UNLIMITED, runs: int = UNLIMITED, pins: int = UNLIMITED
+    ) -> Account:
+        """Bounds what a tenant (None: all that have no account, together) holds: slots, growth runs in reserve, pins.
 
         Concerns its namespaces that are opened from now on, and those under the account it has (`resettle` moves the
         others).  Lowered below what is held, a limit takes nothing away.  Returns the account.
         """
-        if slots < 1 or runs < 1:
-            raise BadRequest(f"limits of {slots} slots and {runs} runs: each is at least one")
+        if min(slots, runs, pins) < 1:
+            raise BadRequest(
+                f"limits of {slots} slots, {runs} runs and {pins} pinned tokens: each is at least one"
+            )
         room = UNLIMITED if runs >= UNLIMITED else runs * self.quantum
         account = self.everyone if tenant is None else self.accounts.get(tenant)
         if account is None:
             assert tenant is not None
             account = self.accounts[tenant] = Account(tenant)
-        account.limit(slots=min(slots, UNLIMITED), room=min(room, UNLIMITED))
+        account.limit(slots=min(slots, UNLIMITED), room=min(room, UNLIMITED), pins=min(pins, UNLIMITED))
         return account
 
     def unlimit(self, tenant: str | None) -> None:
@@ -310,6 +314,13 @@ class Lifecycle(Tables):
         for root, account in moved.items():
             self.account_of[root].spaces -= 1
             account.spaces += 1
+        for session in self.sessions.values():
+            for node in session.pins.values():
+                root = self.tree.root_of(node)
+                if root in moved:
+                    kept = self.tree.depth[node] + self.tree.length[node]
+                    self.account_of[root].pinned -= kept
+                    moved[root].pinned += kept
         self.account_of.update(moved)
         seen: set[int] = set()  # ranges: forks share them
         for sequence in self.sequences.values():
@@ -355,8 +366,11 @@ class Lifecycle(Tables):
         self.account_of.pop(root).spaces -= 1
         self.tree.remove_root(root)
 
-    def pin(self, session: Session, root: int, tokens: bytes) -> tuple[int, int]:
-        """Keeps what is cached of this prefix; returns the pin's handle and the tokens it keeps (0: nothing cached)."""
+    def pin(self, session: Session, root: int, tokens: bytes, *, bounded: bool = True) -> tuple[int, int]:
+        """Keeps what is cached of this prefix; returns the pin's handle and the tokens it keeps (0: nothing cached).
+
+        `bounded`: the tenant's limit holds; without, it counts as much.
+        """
         self._count(root, tokens)
         if session.life:
             raise OutOfTurn("the session is not live")
@@ -370,6 +384,12 @@ class Lifecycle(Tables):
             raise BadRequest(
                 f"pins keep {self.pinned} tokens and {kept} more would pass their limit of {limit}"
             )
+        account = self.account_of[root]
+        if bounded and account.pinned + kept > account.pins:
+            raise BadRequest(
+                f"pins of tenant {account.name or '*'!r} keep {account.pinned} tokens and {kept} more would pass its "
+                f"quota pins of {account.pins}: unpin what is not needed"
+            )
         node = path[-1]
         if kept < tree.depth[node] + tree.length[node]:
             node = tree.split(node, kept - tree.depth[node])
@@ -377,6 +397,7 @@ class Lifecycle(Tables):
         handle = self._handle()
         session.pins[handle] = node
         self.pinned += kept
+        account.pinned += kept
         return handle, kept
 
     def unpin(self, session: Session, handle: int) -> None:
@@ -387,7 +408,9 @@ class Lifecycle(Tables):
         if not node:
             raise self.bad_handle(handle, "pin")
         tree = self.tree
-        self.pinned -= tree.depth[node] + tree.length[node]
+        kept = tree.depth[node] + tree.length[node]
+        self.pinned -= kept
+        self.account_of[tree.root_of(node)].pinned -= kept
         self.tick += 1
         tree.unhold(node, self.tick)
 

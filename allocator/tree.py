@@ -385,6 +385,13 @@ class PrefixTree:
         path.reverse()
         return path
 
+    def root_of(self, node: int) -> int:
+        """The root above a node."""
+        parent = self.parent
+        while parent[node]:
+            node = parent[node]
+        return node
+
     def place(self, node: int, tokens: bytes, at: int) -> int:
         """A number, never 0, for the place where a cached path stops: behind `node`, before tokens[at:] (bytes).
 

@@ -509,6 +509,7 @@ def tenants(p: Picture) -> list[Finding]:
             ("unwritten", "reserved", "reserved_runs"),
             ("sessions", "sessions_max", "sessions"),
             ("namespaces", "namespaces_max", "namespaces"),
+            ("pinned", "pins", "pins"),
         ):
             if row.get(most) and row[held] > SHARE_NEAR * row[most]:
                 found.append(

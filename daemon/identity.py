@@ -367,6 +367,8 @@ class Identity:
                         "reserved": rules.reserved_runs * core.quantum,
                         "sessions": tenant.sessions,
                         "sessions_max": rules.sessions,
+                        "pinned": account.pinned,
+                        "pins": rules.pins,
                         "namespaces": account.spaces,
                         "namespaces_max": rules.namespaces,
                         "requests_per_second": rules.requests_per_second,

@@ -79,7 +79,7 @@ class Keeper:
     def _pin(self, root: int, tokens: bytes, by: str) -> Kept:
         session = self._open()
         try:
-            handle, length = self._core.pin(session, root, tokens)
+            handle, length = self._core.pin(session, root, tokens, bounded=False)
         finally:
             self._close_if_unused()
         if not handle:

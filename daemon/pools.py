@@ -89,6 +89,7 @@ class HostedPool:
                 None if name == OTHERS else name,
                 slots=each.slots or UNLIMITED,
                 runs=each.reserved_runs or UNLIMITED,
+                pins=each.pins or UNLIMITED,
             )
         if before == set(core.accounts):
             return

@@ -342,6 +342,42 @@ def test_namespaces_come_under_their_accounts_one_by_one() -> None:
     assert (pool.accounts["chat"].spaces, pool.everyone.spaces) == (4, 0)
 
 
+def test_pins_of_a_tenant_are_bounded() -> None:
+    """What its pins keep, over all sessions; operators' pins count and are not refused; another tenant's do not; a
+    reload moves them, and a session that ends gives them back."""
+    pool = limited(blocks=52)
+    pool.limit("a", pins=30)
+    one, two = pool.open_session(), pool.open_session()
+    theirs, others = root(pool, "a"), root(pool, "x")
+    prompts = [fresh(16, 100 * each) for each in range(3)]
+    for at in (theirs, others):
+        for prompt in prompts:
+            answer = took(pool.allocate(one, at, prompt))
+            pool.commit(one, answer.sequence, 16)
+            pool.free(one, answer.sequence)
+    handle, kept = pool.pin(one, theirs, prompts[0])
+    assert kept == 16
+    with pytest.raises(
+        BadRequest, match=r"tenant 'a' keep 16 tokens and 16 more would pass its quota pins of 30"
+    ):
+        pool.pin(two, theirs, prompts[1])
+    assert pool.pin(two, others, prompts[1])[1] == 16
+    assert pool.pin(two, theirs, prompts[2][:56])[1] == 14
+    assert pool.pin(two, theirs, prompts[1], bounded=False)[1] == 16
+    sound(pool)
+    assert (pool.accounts["a"].pinned, pool.everyone.pinned) == (46, 16)
+    pool.unpin(one, handle)
+    pool.unlimit("a")
+    pool.resettle()
+    sound(pool)
+    assert pool.everyone.pinned == 46
+    pool.bye(two)
+    while not pool.sweep():
+        pass
+    sound(pool)
+    assert pool.everyone.pinned == 0
+
+
 def test_a_limit_is_at_least_one() -> None:
     """Zero or fewer slots or runs is refused and changes nothing."""
     pool = limited(slots=9)

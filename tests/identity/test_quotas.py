@@ -28,6 +28,7 @@ def daemon() -> Iterator[Running]:
         {"name": "runs", "reserved_runs": 2},
         {"name": "rate", "requests_per_second": 3.0},
         {"name": "spaces", "namespaces": 2},
+        {"name": "pins", "pins": 20},
         {"name": "*", "slots": 300},
     ]
     with running(tenant=tenants, pools=[{"blocks": 200, "block_size": 16, "quantum": 16}]) as daemon:
@@ -68,7 +69,7 @@ def test_tenants_are_shown(daemon: Running) -> None:
         root = wire.hello(namespace=Namespace("slots"), map=False).namespace
         admitted = wire.call(messages.Allocate, root, 1, tokens(100))
         rows = {row["tenant"]: row for row in tool.call(messages.Inspect, "tenants").rows}
-        assert set(rows) == {"slots", "few", "runs", "rate", "spaces", "*"}
+        assert set(rows) == {"slots", "few", "runs", "rate", "spaces", "pins", "*"}
         row = rows["slots"]
         assert (row["slots"], row["charged"], row["unwritten"]) == (
             200,
@@ -156,6 +157,21 @@ def test_namespaces_of_a_tenant(daemon: Running) -> None:
             replies.append(wire.call(messages.Hello, 1, "x", namespace=salted[2], map=False))
             if isinstance(replies[-1], messages.Welcome):
                 assert refused(wire, messages.OpenNamespace, salted[0]).code == errors.Busy.code
+
+
+def test_pins_of_a_tenant(daemon: Running) -> None:
+    """What its pins keep over all sessions is bounded; the refusal names the quota, and the row says how much it is."""
+    prompts = [tokens(16, each) for each in (0, 500)]
+    with Wire(daemon.socket) as one, Wire(daemon.socket) as two, Wire(daemon.socket) as tool:
+        root = one.hello(namespace=Namespace("pins"), map=False).namespace
+        theirs = two.hello(namespace=Namespace("pins"), map=False).namespace
+        for number, prompt in enumerate(prompts, 1):
+            one.call(messages.Allocate, root, number, prompt)
+            one.call(messages.Commit, number, 16)
+        assert one.call(messages.Pin, root, prompts[0]).length == 16
+        assert "quota pins of 20" in refused(two, messages.Pin, theirs, prompts[1]).message
+        (row,) = (r for r in tool.call(messages.Inspect, "tenants").rows if r["tenant"] == "pins")
+        assert (row["pinned"], row["pins"]) == (16, 20)
 
 
 def test_namespaces_of_a_user() -> None:
