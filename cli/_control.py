@@ -110,7 +110,10 @@ def ask(arguments: argparse.Namespace, act: Callable[[Control], int], *, patienc
             return fail(arguments, why.text(), _common.UNREACHABLE)
         return fail(arguments, f"{error}; is it a kvslotd, of this version?", _common.UNREACHABLE)
     except Disconnected as error:
-        return fail(arguments, str(error), _common.UNREACHABLE)
+        # One that was stopped while it was asked has been waited for; why it did not answer is known now.
+        late = isinstance(error.__cause__, BlockingIOError) and not isinstance(error, reach.Silent)
+        halted = reach.halted(arguments.socket or default_socket()) if late else None
+        return fail(arguments, f"{error}: {halted.text()}" if halted else str(error), _common.UNREACHABLE)
     except KvslotError as error:
         return fail(arguments, f"the daemon refused: {error}", _common.UNREACHABLE)
 

@@ -1045,12 +1045,17 @@ def admin(p: Picture) -> list[Finding]:
     ]
     # What a start would find, but what has been said already of what runs, or of a file.
     said = {each.subject for each in found}
+    ours = [
+        f"admin_tcp {each['reason'].removeprefix('served at ')}: the port is taken"
+        for each in p.process.get("admin", ()) if each["ok"]
+    ]  # fmt: skip
     found += [
         Finding(
             "admin", "warning", "a reload or start", each, "it would do without that door of the API",
             "do what it says; kvslotd --check-config says whether it is enough",
         )
-        for each in (p.effective or {}).get("admin", ()) if not any(subject in each for subject in said)
+        for each in (p.effective or {}).get("admin", ())
+        if not any(subject in each for subject in (*said, *ours))
     ]  # fmt: skip
     if p.admin.kind != "socket":
         return found

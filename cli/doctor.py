@@ -199,7 +199,7 @@ def see(control: Control, names: list[str], bar: _common.Bar) -> Picture:
         )
     if "audit" in names:
         picture.audits = [
-            bar.during(f"recounting {name}", partial(_audit, control.socket, name, pid))
+            bar.during(f"recounting {name}", partial(recount, control.socket, name, pid))
             for name in [pool["pool"] for pool in pools]
         ]
     return picture
@@ -227,7 +227,7 @@ def _effective(pid: int) -> tuple[dict[str, Any] | None, str]:
     return host.effective(pid)
 
 
-def _audit(socket: str, pool: str, pid: int) -> _control.Row:
+def recount(socket: str, pool: str, pid: int) -> _control.Row:
     """Waits for a recount for as long as the daemon can make one: one that is stopped meanwhile is not waited for."""
     import threading
 
@@ -236,7 +236,7 @@ def _audit(socket: str, pool: str, pid: int) -> _control.Row:
 
     told: list[_control.Row] = []
 
-    def recount() -> None:
+    def wait() -> None:
         try:
             with Control(socket, timeout=AUDIT_S) as control:
                 found = control.audit(pool=pool)
@@ -244,7 +244,7 @@ def _audit(socket: str, pool: str, pid: int) -> _control.Row:
         except KvslotError as error:
             told.append({"pool": pool, "why": str(error)})
 
-    thread = threading.Thread(target=recount, daemon=True)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(LOOK_S)

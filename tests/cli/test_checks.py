@@ -254,6 +254,15 @@ CASES: list[tuple[str, Change, str, str, str]] = [
 ]  # fmt: skip
 
 
+def test_the_daemons_own_port_is_not_taken_from_it() -> None:
+    """What a start would find taken by the daemon that runs, it would find free."""
+    picture = healthy()
+    put(picture, "effective", admin=["admin_tcp 127.0.0.1:9477: the port is taken: end who has it"])
+    put(picture, "process", admin=[{**SHUT, "ok": True, "reason": "served at 127.0.0.1:9477"}])
+    (found,) = checks.admin(picture)
+    assert found.verdict == "ok"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "verdict", "finding", "remedy"),
     CASES,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvslot.api.client import Control
 from kvslot.api.wire import Reader, decode_request, encode, messages
 from kvslot.cli import ctl, doctor, host, reach
 
@@ -100,8 +101,26 @@ def test_a_recount_is_not_waited_for_where_the_daemon_is_stopped(
 ) -> None:
     """Whatever its limit: it is looked whether there is anybody to wait for."""
     monkeypatch.setattr(doctor, "LOOK_S", 0.05)
-    row = doctor._audit(str(stopped.socket), "default", stopped.pid)
+    row = doctor.recount(str(stopped.socket), "default", stopped.pid)
     assert f"kill -CONT {stopped.pid}" in row["why"]
+
+
+def test_one_that_was_stopped_while_it_was_asked_is_told_too(
+    daemon: Running, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the wait for an answer that had begun."""
+
+    def inspect(control: Control, *_: object, **__: object) -> object:
+        daemon.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, daemon.pid, os.WSTOPPED | os.WNOWAIT)
+        control.limit(0.1)
+        return control.ping()
+
+    monkeypatch.setattr(Control, "inspect", inspect)
+    try:
+        assert f"kill -CONT {daemon.pid}" in said("status", daemon.socket)
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("state", ["D", "t", "X"])
