@@ -285,7 +285,11 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pins: Annotated[
         int,
         Rule(
-            "whole", "most tokens of each pool that pins in its namespaces keep; 0: pin_share", "tokens", 0, MAX_SLOTS
+            "whole",
+            "most tokens of each pool that pins in its namespaces keep; 0: pin_share",
+            "tokens",
+            0,
+            MAX_SLOTS,
         ),
     ] = 0
     requests_per_second: Annotated[

@@ -1250,7 +1250,9 @@ class _View:
                 for each in self._server.pools.values()
                 if each.journal is not None and each.journal.everybody is not None
             ],
-            "admin": [each._asdict() for each in self._server.admin.checks()] if self._server.admin is not None else [],
+            "admin": [each._asdict() for each in self._server.admin.checks()]
+            if self._server.admin is not None
+            else [],
         }
         return {**process.facts(), **kept, **self._server.door()}
 
