@@ -24,7 +24,7 @@ from kvslot.daemon.journal.columns import (
 )
 from kvslot.daemon.journal.writer import HOLDS, SUM
 
-from ..faults.actors import child, rows, until
+from ..faults.actors import child, rows, stay, until
 from ..systemd.supervisor import Supervisor
 from ..tools.wire import Wire
 from .killing import Kept, kept
@@ -206,6 +206,7 @@ def _holding(path: Path) -> Callable[[Callable[[Any], None]], None]:
         fill(client, PROMPT)
         client.admit(list(range(500, 600)))
         tell("there")
+        stay()  # a client that is collected says goodbye
 
     return work
 
@@ -334,6 +335,7 @@ def test_an_idle_engine_that_dies_after_the_restart_leaves_nothing() -> None:
     def work(tell: Callable[[Any], None]) -> None:
         client = Client(str(daemon.socket))
         tell(client.token.session)
+        stay()
 
     with kept([{"blocks": 33}]) as daemon, child(work) as engine:
         name = f"session-{engine.heard()}"
