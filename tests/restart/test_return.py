@@ -17,7 +17,7 @@ from kvslot.api.client.indices import slot_indices
 from kvslot.api.wire import VERSION, Namespace, NotFound, OutOfTurn
 from kvslot.api.wire.messages import Admitted, Allocate, Evict, Extend, Hello, Release
 
-from ..faults.actors import Paint, child, rows, until
+from ..faults.actors import Paint, child, rows, stay, until
 from ..tools.wire import Wire, tokens
 from .killing import kept
 
@@ -145,6 +145,7 @@ def test_a_dead_engine_holds_nothing_after_the_next_start() -> None:
         fill(client, PROMPT)
         client.admit(list(range(500, 600)))
         tell(list(client.token.secret))  # type: ignore[operator]
+        stay()  # a client that is collected says goodbye
 
     with kept([{"blocks": 33}]) as daemon:
         path = daemon.socket
@@ -175,6 +176,7 @@ def test_what_the_dead_had_is_wiped_before_it_is_free() -> None:
         for name in client.pool.planes:
             client.pool.plane(name)[slots] = 7
         tell(slots.tolist())  # type: ignore[operator]
+        stay()
 
     with kept([{"blocks": 33, "scrub": True}]) as daemon:
         path = daemon.socket
