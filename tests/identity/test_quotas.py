@@ -191,6 +191,11 @@ def test_namespaces_of_a_user() -> None:
             assert len(replies) < 1000, "the place of a namespace that is over is not given on"
             replies.append(one.call(messages.OpenNamespace, Namespace("c")))
         assert refused(one, messages.OpenNamespace, Namespace("d")).code == errors.Busy.code
+        file = daemon.log.with_name("kvslot.toml")
+        file.write_text(file.read_text().replace("namespaces_per_user = 2", "namespaces_per_user = 3"))
+        with Wire(daemon.socket) as tool:
+            assert tool.call(messages.Reload).changed == ["namespaces_per_user"]
+        assert isinstance(one.call(messages.OpenNamespace, Namespace("d")), messages.Opened)
 
 
 def test_runs_in_reserve(daemon: Running) -> None:
