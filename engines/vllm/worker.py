@@ -23,8 +23,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvslot.api.client import Client
-from kvslot.api.client.client import Token
+from kvslot.api.client import Client, Token
 from kvslot.api.wire import KvslotError
 from kvslot.engines.vllm import link
 from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks

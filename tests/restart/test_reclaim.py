@@ -256,7 +256,7 @@ def test_what_cannot_be_reclaimed_is_refused_and_changes_nothing() -> None:
     with kept([{"blocks": 33}]) as daemon, checked(daemon), Lived(daemon) as lived:
         slot, length = lived.extents
         none = 33 * 16
-        for changes, code in (
+        wrong: list[tuple[dict[str, Any], type[errors.Refused]]] = [
             ({"secret": b"guess"}, errors.Ended),
             ({"session": 99}, errors.Ended),
             ({"namespace": 12345}, errors.NotFound),
@@ -275,7 +275,8 @@ def test_what_cannot_be_reclaimed_is_refused_and_changes_nothing() -> None:
             ({"extents": [none - 100, length]}, errors.Ended),
             ({"tokens": tokens(40, 1)}, errors.Ended),
             ({"priority": 8}, errors.BadRequest),
-        ):
+        ]
+        for changes, code in wrong:
             answer = lived.reclaim(**changes)
             assert isinstance(answer, Error), changes
             assert answer.code == code.code, (changes, answer)
