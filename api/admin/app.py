@@ -406,15 +406,13 @@ class Admin:
         guarded.began()
         self.requests += 1
         try:
-            identity: Identity | SourceError
-            try:
-                identity = self._identify(request, guarded)
-            except SourceError as error:
-                identity = error
+            identity = self._who(request, guarded)
             wait = guarded.charge(self.door.loop.time(), known=isinstance(identity, Identity))
             if wait:
                 await asyncio.sleep(wait)
-            response = await self._answer(request, identity)
+                if isinstance(identity, Identity):
+                    identity = self._who(request, guarded)  # a reload may have taken its token away
+            response = await self._answer(request, guarded, identity)
             last = self.door.draining or (guarded.ended_by_peer and not guarded.inner.queued)
             last = last or guarded.overstayed(self.door.loop.time())
             last = last or (isinstance(identity, SourceError) and identity.status == 503)  # there is no room
@@ -424,9 +422,11 @@ class Admin:
         finally:
             guarded.ended()
 
-    async def _answer(self, request: web.BaseRequest, identity: Identity | SourceError) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.BaseRequest, guarded: Guarded, identity: Identity | SourceError
+    ) -> web.StreamResponse:
         try:
-            return await self._respond(request, identity)
+            return await self._respond(request, guarded, identity)
         except SourceError as error:
             return self.failure(error.status, error.code, error.message, error.remedy, request)
         except (ConnectionError, asyncio.CancelledError):
@@ -436,7 +436,7 @@ class Admin:
             return self.failure(500, "internal", "the daemon failed to answer; its log says why", "", request)
 
     async def _respond(
-        self, request: web.BaseRequest, identity: Identity | SourceError
+        self, request: web.BaseRequest, guarded: Guarded, identity: Identity | SourceError
     ) -> web.StreamResponse:
         shown = self._routes.get(request.path, {}).get("GET")
         if isinstance(shown, Mounted) and shown.open and request.method in ("GET", "HEAD"):
@@ -464,12 +464,19 @@ class Admin:
             auth.check_origin(request.headers)
             await self.source.allow(route.path.rpartition("/")[2], identity)
             content = await self._body(request, route)
+            identity = self._identify(request, guarded)  # the arguments may have come behind a reload
         answer = await route.handler(self, Call(request, identity, query, content))
         return answer if isinstance(answer, web.StreamResponse) else self.json(answer)
 
     async def _as_it_is(self, shown: Mounted) -> web.Response:
         headers = {**HEADERS, "Content-Type": shown.content_type, **shown.headers}
         return web.Response(body=await shown.make(), headers=headers)
+
+    def _who(self, request: web.BaseRequest, guarded: Guarded) -> Identity | SourceError:
+        try:
+            return self._identify(request, guarded)
+        except SourceError as error:
+            return error
 
     def _identify(self, request: web.BaseRequest, guarded: Guarded) -> Identity:
         transport = request.transport

@@ -161,12 +161,16 @@ class Door:
     def turn_out(self, known: Collection[str] = ()) -> None:
         """Over TCP only these tokens hold any more: who follows events by another one, or waits by none, is closed.
 
-        Others say a token with their next request.
+        Others that came in by another one are strangers again, with a stranger's time to show one that holds.
         """
         for connection in tuple(self.connections.values()):
-            gone = connection.streaming and connection.token not in known
-            if connection.room is self._tcp and (gone or (not known and connection.waiting)):
+            if connection.room is not self._tcp:
+                continue
+            gone = connection.known and connection.token not in known
+            if (gone and connection.streaming) or (not known and connection.waiting):
                 connection.abort()
+            elif gone:
+                connection.put_out()
 
     def full(self, room: Room) -> bool:
         """Whether nobody else fits; strangers stand before the room, not in it."""
@@ -380,6 +384,11 @@ class Guarded(asyncio.Protocol):
             error = msgspec.json.decode(FULL_BODY, type=Failure).error
             raise SourceError(503, error.code, error.message, error.remedy)
         self.known, self.token = True, identity.token
+
+    def put_out(self) -> None:
+        """Its token holds no more: it has no place in the room, and is to show another one."""
+        self.known, self.token = False, ""
+        self.made = self.door.loop.time()
 
     def charge(self, now: float, *, known: bool) -> float:
         """Of a request by one that is known, or is not: seconds until it may be answered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -406,6 +407,65 @@ def test_who_follows_events_by_a_token_that_is_gone_is_closed(tmp_path: Path) ->
             assert reload(daemon).taken
             gone(gone_soon.sock)
             stays.until("tick")
+
+
+def test_a_token_that_is_gone_keeps_nobody_out(tmp_path: Path) -> None:
+    """Who is connected by a token that was taken away is a stranger again: its place is another's, and it is closed."""
+    hasty = "from kvslot.api.admin import guard; guard.STRANGER_SECONDS = 0.5"
+    file = write(tmp_path / "v", VIEW)
+    with running(first=hasty, admin_tcp="127.0.0.1:0", admin_token_file=file, admin_connections=2) as daemon:
+        where = tcp_of(daemon)
+        old = [Client(where, {"Authorization": f"Bearer {VIEW}"}) for _ in range(2)]
+        for client in old:
+            assert client.get("/v1/stats").status == 200
+        file.write_text(f"{VIEW}-new\n")
+        assert "no longer: " in reload(daemon).taken[0]
+        with Client(where, {"Authorization": f"Bearer {VIEW}-new"}) as client:
+            assert client.get("/v1/stats").status == 200
+        gone(old[0].sock)
+        deadline = time.monotonic() + 20
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            while time.monotonic() < deadline:  # asking again and again holds no place either
+                assert old[1].get("/v1/stats").status == 401
+        assert time.monotonic() < deadline
+        for client in old:
+            client.close()
+
+
+WAITS_FOR = """
+import asyncio, pathlib
+from kvslot.api.admin import app, guard
+class Waits:
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+    async def sleep(self, seconds):
+        while not pathlib.Path({path!r}).exists():
+            await asyncio.sleep(0.01)
+app.asyncio = Waits()
+guard.Guarded.charge = lambda self, now, known: 1.0 if self.room.tokens else 0.0
+"""
+
+
+@pytest.mark.parametrize("waits", ["its turn", "its arguments"])
+def test_an_act_that_waits_is_refused_once_its_token_is_gone(tmp_path: Path, waits: str) -> None:
+    """Who it is is asked again after each wait, so that nothing is done by a token that a reload has taken away."""
+    file, turn = write(tmp_path / "a", ACT), tmp_path / "turn"
+    first = WAITS_FOR.format(path=str(turn)) if waits == "its turn" else ""
+    with running(first=first, admin_tcp="127.0.0.1:0", admin_act_token_file=file) as daemon:
+        head = f"POST /v1/acts/log-level HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ACT}\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: 17\r\n\r\n"
+        with connect(tcp_of(daemon)) as sock, Client(daemon.socket.with_name("admin.sock")) as local:
+            sock.sendall(head.encode())
+            asked = 1
+            while local.get("/v1/stats").json()["admin"]["requests"] == asked:
+                asked += 1
+            file.write_text(f"{ACT}-new\n")
+            assert "no longer: " in reload(daemon).taken[0]
+            turn.touch()
+            sock.sendall(b'{"level":"error"}')
+            sock.shutdown(socket.SHUT_WR)
+            assert gone(sock).startswith(b"HTTP/1.1 401 ")
+            assert local.get("/v1/stats").json()["log_level"] == "info"
 
 
 def test_unknown_tokens_are_told_with_who_showed_them(tmp_path: Path) -> None:
