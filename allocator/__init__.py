@@ -7,7 +7,7 @@ from kvslot.allocator.errors import BadRequest, EndedHandle, ForeignHandle, OutO
 from kvslot.allocator.eviction import EVICTIONS
 from kvslot.allocator.moves import Move
 from kvslot.allocator.pool import Pool
-from kvslot.allocator.reclaim import Reclaimed, reclaim
+from kvslot.allocator.reclaiming import Aside, Reclaimed, reclaim
 from kvslot.allocator.results import (
     UNLIMITED,
     Abandoned,
@@ -37,6 +37,7 @@ __all__ = [
     "Abandoned",
     "Account",
     "Admitted",
+    "Aside",
     "BadRequest",
     "Committed",
     "Copy",

@@ -34,6 +34,8 @@ TURN_FRAMES: Final = 256
 """Frames that are cut out of what came at a time; a flood of tiny ones is not cut before it is served."""
 TURN_VERBS: Final = 64
 """Verbs that one client is served before the others have their turn: about a millisecond."""
+RECLAIM_VERBS: Final = 16
+"""As so many verbs counts a Reclaim: what it names is looked at slot by slot."""
 LONG_TOKENS: Final = 2048
 """Asked for at once, from which on room is made in slices first: evicting for it at once would hold up all others."""
 SAMPLE: Final = 17
@@ -215,6 +217,8 @@ class Connection:
                 continue
             reply = server.answer(self, request, now)
             applied = perf_counter_ns() if began else 0
+            if type(request) is messages.Reclaim:
+                left -= RECLAIM_VERBS - 1
             if reply is not None:
                 frames.append(encode(reply))
                 size += len(frames[-1])

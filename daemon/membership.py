@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from kvslot.allocator import Aside, Life, Session
 from kvslot.allocator import BadRequest as CoreBadRequest
-from kvslot.allocator import Life, Session
 from kvslot.allocator.extents import cut, join
 from kvslot.api.wire import COMPLETED, PAGE_BYTES, PUSHES, SUBMITTED, WAKE, PeerFault, SessionPage, messages
 from kvslot.api.wire.page import EPOCH
@@ -145,6 +145,7 @@ class Member:
         self.session = session
         self.peer = peer
         self.birth = birth_of(peer.pid)
+        self.aside: Aside | None = None  # of a former one: what its sequences are reclaimed from
         self.former = 0  # the boot that it is of, where that is not this one: its sequences are lost
         self.holds = True  # whether it may use any slot, as the journal has it
         self.engine = number  # the first of its group's members

@@ -406,8 +406,10 @@ def reclaim(server: Server, connection: Connection, m: messages.Reclaim, now: fl
     hosted = member.hosted
     if not member.holds and hosted.journal is not None:
         hosted.journal.holds(member)
+    if former.aside is None:
+        former.aside = core.Aside(former.session)
     answer = core.reclaim(
-        hosted.core, member.session, former.session, _root(member, m.namespace), m.tokens, m.extents,
+        hosted.core, member.session, former.aside, _root(member, m.namespace), m.tokens, m.extents,
         priority=m.priority,
     )  # fmt: skip
     member.sequences[m.sequence] = Entry(answer.sequence, None, None)

@@ -271,7 +271,7 @@ class AsyncClient(asyncio.Protocol):
         )
         answer = await self._ask(request)
         if isinstance(answer, Admitted):
-            sequence._begin(len(data) >> 2, answer, data)
+            sequence._begin(len(data) >> 2, answer)
             session.sequences[sequence.id] = sequence
             return sequence
         if isinstance(answer, Later | Never):

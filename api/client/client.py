@@ -128,7 +128,7 @@ class Step:
         client, number = self._client, self._number
         if error is None:
             client.complete(max(number, client._completed))
-        elif client._completed == number - 1:
+        elif client._completed == number - 1 and client._connection.fault is None:
             # What went wrong is told by `error`; the step is over all the same.  Where others before it are still
             # under way, nobody knows that they are over: `complete` is the engine's to call.
             with contextlib.suppress(KvslotError):
@@ -225,6 +225,7 @@ class Client:
         self._epochs_before = 0  # of sessions before a restart
         self._heard = 0
         self._page: SessionPage | None = None
+        self._paged = True  # it is the present session's
         self._wake = -1
         self._closed = False
         self._page_slots = page
@@ -237,6 +238,7 @@ class Client:
             tuple[Token, int]
         ] = []  # sessions of earlier boots, and the last step that may use them
         self._deferred: deque[Callable[[], None]] = deque()
+        self._returning = False  # in `reconnect`, where nothing may change beside it
         self._request = messages.Hello(
             1, VERSION, name or _program(), pool, namespace or Namespace(), fingerprint, page, append, peel_max,
             movable, map, quota, 0, 0, group.session if group else 0, group.secret if group else b"",
@@ -320,7 +322,8 @@ class Client:
         Where the daemon was restarted meanwhile and has its memory still, the session is another one from here on:
         what is cached is as it was, pins and tickets are over.  With no step under way sequences go on where they
         stood, in the same slots.  Some cannot, and raise Lost (start them over; they find what they had committed): all
-        of them while a step is under way, and those of which a front was trimmed, copies were still to be made, or a
+        of them while a step is under way (where its device has ended with one that failed, take back what it did not
+        write, and say `complete` first), and those of which a front was trimmed, copies were still to be made, or a
         trim or a move was under way; of forks that share what neither has committed one goes on.  Steps under way may
         end as they would have: what they use stays untouched until they have completed.
 
@@ -337,13 +340,21 @@ class Client:
             raise OutOfTurn("the connection is there")
         if self._closed or os.getpid() != self._pid:
             raise self._connection.fault
+        self._do_deferred()
+        self._returning = True
+        try:
+            self._return()
+        finally:
+            self._returning = False
+
+    def _return(self) -> None:
         lost = self._connection
         try:
             welcome, descriptors = self._hello(lost.path, self.token)
         except KvslotError:
             self._connection = lost
             raise
-        page = descriptors.pop("page", -1) if welcome.former else -1
+        page = descriptors.pop("page", -1) if welcome.former or not self._paged else -1
         close_all(each for what, each in descriptors.items() if what != "wake")
         if welcome.pool.generation != self.pool.description.generation:
             close_all([descriptors.get("wake", -1), page])
@@ -358,6 +369,7 @@ class Client:
         if welcome.former:
             self._begin_anew(welcome, page)
         else:
+            self._turn_page(page)
             self._listen()
             self._resettle()
         self._release_former()
@@ -365,38 +377,54 @@ class Client:
     def _begin_anew(self, welcome: messages.Welcome, page: int) -> None:
         """The daemon was restarted, and this is a new session with it; what was said to the old one is settled."""
         session = self._session
-        going_on = self._unbroken()
+        left = self._unbroken()
         for table in list(session.sequences.values()):
-            if table not in going_on:
+            if table not in left:
                 session.forget(table, _restarted(table.id))
-        session.begin_anew(welcome.limits)
-        former = self.token
-        self._former.append((former, self._submitted))
-        self.token = Token(welcome.session, welcome.secret, welcome.boot)
-        self.limits, self.server = welcome.limits, welcome.server
-        # The engine knows its namespaces by the numbers that they had; they are opened again when they are used.
-        self._renumbered = dict.fromkeys(self._namespaces.values(), 0)
-        self._renumbered[self.namespace] = welcome.namespace
-        submitted, completed, before = self._submitted, self._completed, self._page
-        self._epochs_before += self._epoch + 1
-        self._epoch = 0
-        if page >= 0:
-            # Steps go on being counted from where they were.
-            try:
-                self._page = self._remains.page = SessionPage(page)
-            finally:
-                close_all([page])
-            self._page.keep_from_children()
-            self._words = words = self._page.words
-            words[SUBMITTED] = submitted
-            words[COMPLETED] = completed
-            if submitted != completed:
-                words[BEGAN] = monotonic_ns()
-                words[BUSY] = 1
-            if before is not None:
-                before.close()
-        self._listen()
-        self._reclaim(former, going_on)
+        try:
+            session.begin_anew(welcome.limits)
+            former = self.token
+            self._former.append((former, self._submitted))
+            self.token = Token(welcome.session, welcome.secret, welcome.boot)
+            self.limits, self.server = welcome.limits, welcome.server
+            # The engine knows its namespaces by the numbers that they had; they are opened again when they are used.
+            self._renumbered = dict.fromkeys(self._namespaces.values(), 0)
+            self._renumbered[self.namespace] = welcome.namespace
+            self._epochs_before += self._epoch + 1
+            self._epoch = 0
+            self._paged = self._page is None
+            self._turn_page(page)
+            self._listen()
+            while left:
+                self._reclaim(former, left[0])
+                left.pop(0)
+        finally:
+            for table in left:  # cut again, or interrupted
+                session.forget(table, _restarted(table.id))
+
+    def _turn_page(self, page: int) -> None:
+        """The session's new page, on which steps go on being counted from where they were; closes the descriptor."""
+        if page < 0:
+            return
+        before = self._page
+        try:
+            self._page = self._remains.page = SessionPage(page)
+        except BaseException:
+            # Without one the daemon would see no step: the next `reconnect` tries again.
+            self._connection.close(Disconnected("there was no memory for the page of the new session"))
+            raise
+        finally:
+            close_all([page])
+        self._paged = True
+        self._page.keep_from_children()
+        self._words = words = self._page.words
+        words[SUBMITTED] = self._submitted
+        words[COMPLETED] = self._completed
+        if self._submitted != self._completed:
+            words[BEGAN] = monotonic_ns()
+            words[BUSY] = 1
+        if before is not None:
+            before.close()
 
     def _unbroken(self) -> list[Table]:
         """Sequences of which all is known, and which no step uses: those that the next daemon can go on with."""
@@ -421,30 +449,27 @@ class Client:
         return [
             table
             for table in session.sequences.values()
-            if table.id not in cut and not table.kept_from and not table._copies and table.length
+            if table.id not in cut
+            and not table.kept_from
+            and table.length
+            # Where copies are still to be made, their sources may be free once the session of then is released.
+            and not table._copies
+            and table._taken_step <= self._completed
         ]
 
-    def _reclaim(self, former: Token, tables: list[Table]) -> None:
-        """Has the daemon go on with sequences of the session of before the restart, as they stand here."""
+    def _reclaim(self, former: Token, table: Table) -> None:
+        """Has the daemon go on with a sequence of the session of before the restart, as it stands here."""
         session = self._session
-        left = tables[::-1]
         try:
-            while left:
-                table = left[-1]
-                try:
-                    request = messages.Reclaim(
-                        session.next_id(), former.session, former.secret, self._actual(table.namespace),
-                        table.id, table._all_tokens(), table.extents, table.priority,
-                    )  # fmt: skip
-                    self._call(request, messages.Reclaimed)
-                except Refused as refused:
-                    session.forget(table, _restarted(table.id, refused))
-                else:
-                    table._goes_on()
-                left.pop()
-        finally:
-            for table in left:  # cut again in between
-                session.forget(table, _restarted(table.id))
+            request = messages.Reclaim(
+                session.next_id(), former.session, former.secret, self._actual(table.namespace), table.id,
+                table._all_tokens(), table.extents, table.priority,
+            )  # fmt: skip
+            self._call(request, messages.Reclaimed)
+        except Refused as refused:
+            session.forget(table, _restarted(table.id, refused))
+        else:
+            table._goes_on()
 
     def _release_former(self) -> None:
         """Sessions of earlier boots that no step under way uses any more are over."""
@@ -480,6 +505,8 @@ class Client:
                         again.append(verb)
                     case Allocate():
                         again.append(Free(1, verb.sequence))
+                    case messages.Reclaim():
+                        again.append(Free(1, verb.sequence))  # it was told that it ended
                     case Fork():
                         again.append(Free(1, verb.child))
                         _share(session.sequences.get(verb.sequence), verb.length)
@@ -887,7 +914,7 @@ class Client:
         return answer
 
     def _do_deferred(self) -> None:
-        while self._deferred:
+        while self._deferred and not self._returning:
             with contextlib.suppress(KvslotError):
                 self._deferred.popleft()()
 

@@ -409,6 +409,8 @@ class Session:
                         parent = self.sequences.get(verb.sequence)
                         if parent is not None:
                             parent._own_from = max(parent._own_from, result.length)
+            case messages.Reclaim(), messages.Reclaimed():
+                self.post(Free(0, request.sequence), None)  # it was told that it ended
             case ((Commit() | Extend() | Trim()), _):
                 table = self.sequences.get(request.sequence)
                 if table is None:

@@ -258,7 +258,7 @@ class Table:
     # -- what the daemon says ----------------------------------------------------------------------------------
 
     def _begin(self, length: int, answer: Admitted, prompt: bytes = b"") -> None:
-        """The sequence has been admitted, its prompt `length` tokens long."""
+        """The sequence has been admitted, its prompt `length` tokens long; kept where it may have to be told again."""
         self._prompt = prompt
         self.hit = answer.hit
         self.extents = answer.extents

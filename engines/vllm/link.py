@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvslot.api.client import Client, Token
-from kvslot.api.wire import KvslotError
+from kvslot.api.wire import KvslotError, Refused
 from kvslot.engines.vllm.messages import Session
 
 RETRY_FIRST: Final = 0.5
@@ -189,6 +189,10 @@ class Link:
     def _released(self) -> None:
         """Ends sessions that were lost and are of no more use: what is left of them, a restarted daemon keeps, too."""
         client = self._client
-        while client is not None and self._release:
-            with contextlib.suppress(KvslotError):  # a daemon that started anew knows nothing of it
-                client.release(self._release.pop())
+        try:
+            while client is not None and self._release:
+                with contextlib.suppress(Refused):  # of a daemon that started anew
+                    client.release(self._release[-1])
+                self._release.pop()
+        except KvslotError as error:
+            self.lost(error)

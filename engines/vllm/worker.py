@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvslot.api.client import Client, Token
-from kvslot.api.wire import KvslotError
+from kvslot.api.wire import KvslotError, Refused
 from kvslot.engines.vllm import link
 from kvslot.engines.vllm.blocks import NULL, Array, EngineBlocks
 from kvslot.engines.vllm.messages import Load, Orders, Report, Session, Store
@@ -87,9 +87,8 @@ class Worker:
         self._timeout = timeout
         self._mappings: dict[int, _Mapping] = {}
         self._join_at = 0.0
-        self._over: list[
-            Token
-        ] = []  # sessions of this process that may have been lost, and are of no more use
+        # Sessions of this process that may have been lost, and are of no more use.
+        self._over: list[Token] = []
         self._poisoned = False  # a load of this step failed: what the step computed may be wrong
         self._report = Report()
         self._results = _Results()
@@ -127,6 +126,8 @@ class Worker:
         present = orders.session.generation if orders.session is not None else 0
         if len(self._mappings) > (present in self._mappings):
             self._retire(present)
+        if self._over and (mapping := self._mappings.get(present)) is not None and mapping.client is not None:
+            self._release(mapping.client)
 
     def end(self, orders: Orders) -> None:
         """Makes the stores: the step's forward has ended."""
@@ -213,7 +214,6 @@ class Worker:
                 self._join_at = now + JOIN_RETRY_SECONDS
                 log.warning("kvslot: the worker has no memory yet: %s", error)
                 return
-            self._release(own)
         pool = None
         if engine is not None:
             memory = client.pool
@@ -229,11 +229,12 @@ class Worker:
 
     def _release(self, client: Client) -> None:
         """Ends sessions of this process that lost their connection: the daemon keeps slots aside for them."""
-        while self._over:
-            with contextlib.suppress(
-                KvslotError
-            ):  # it was ended in good order, or the daemon knows nothing of it
-                client.release(self._over.pop())
+        with contextlib.suppress(KvslotError):  # lost again: through the next one
+            while self._over:
+                # Refused: it was ended in good order, or the daemon knows nothing of it.
+                with contextlib.suppress(Refused):
+                    client.release(self._over[-1])
+                self._over.pop()
 
     def _populated(self, mapping: _Mapping) -> None:
         with self._changed:

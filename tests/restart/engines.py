@@ -55,6 +55,7 @@ class Returning(Engine):
         self.path = path
         self.returns = self.strange = self.gone_on = 0
         self.trimmed = 0  # the sequence whose trim is under way
+        self.family: set[int] = set()  # sequences that have been forked, or are forks
         self.past: list[Past] = []  # not released yet
         self.over: list[Past] = []  # perhaps: nobody said so
 
@@ -86,6 +87,10 @@ class Returning(Engine):
         super().trim(sequence)
         self.trimmed = 0
 
+    def fork(self, sequence: Running) -> None:
+        self.family |= {sequence.number, self.number + 1}
+        super().fork(sequence)
+
     def go_on(self, past: Past) -> None:
         """With what ran in the session that this one took the place of; its device has ended with all of that."""
         for number, sequence in list(past.running.items()):
@@ -96,8 +101,9 @@ class Returning(Engine):
                 sequence.tokens[: 4 * sequence.written], _flat(sequence.slots),
             )  # fmt: skip
             if isinstance(answer, Error):
-                # What forks share only one of them can go on with.
+                # What forks share only one of them can go on with; of any other all is there.
                 assert answer.code == Ended.code, answer
+                assert number in self.family, answer
                 continue
             assert isinstance(answer, Reclaimed), answer
             del past.running[number]

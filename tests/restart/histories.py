@@ -15,6 +15,7 @@ import numpy as np
 
 from kvslot.allocator import (
     Admitted,
+    Aside,
     Forked,
     Grown,
     Later,
@@ -300,7 +301,7 @@ class History:
         root = pool.open_space(Space("t", str(known.space)))
         try:
             answer = reclaim(
-                pool, session, former, root, np.array(known.tokens, "<i4").tobytes(), known.extents
+                pool, session, Aside(former), root, np.array(known.tokens, "<i4").tobytes(), known.extents
             )
         except EndedHandle:
             # A store cut in the middle of a unit leaves a part of it cached, which is nobody's then.

@@ -1,12 +1,11 @@
 """A journal may end at any store of any verb; what is made of it then is right."""
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvslot.allocator import Admitted, BadRequest, PoolConfig, Space, audit
+from kvslot.allocator import Admitted, Aside, PoolConfig, Space, audit, reclaiming
 from kvslot.daemon.journal.writer import Writer
 
 from .histories import UNTOLD, History, cached, free, reborn
@@ -19,8 +18,7 @@ CONFIGS = {
     "opaque": PoolConfig(blocks=33, block_size=4, opaque=True),
 }
 
-MODULE = sys.modules["kvslot.allocator.reclaim"]  # the package's name of it is the function
-DIVIDE = MODULE._divide
+DIVIDE = reclaiming._divide
 
 
 def _all_cached(session: Any, extents: list[int], cached: list[int], hit: int, aside: Any) -> Any:
@@ -29,13 +27,16 @@ def _all_cached(session: Any, extents: list[int], cached: list[int], hit: int, a
     return DIVIDE(session, extents, table, hit, aside)
 
 
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "every slot is taken to be set aside": (MODULE._Aside, "run", lambda self, slot: (True, 1 << 62)),
-    "what is taken out stays set aside": (MODULE._Aside, "take", lambda self, own: None),
-    "slots below the hit are not looked at": (MODULE, "_divide", _all_cached),
-    "the journal is not told whose they are": (Writer, "reclaimed", lambda self, extents, mark: None),
-    "a table has a slot less than it says": (MODULE, "_size", lambda pool, extents: sum(extents[1::2]) + 1),
-}
+FAULTS: dict[str, tuple[Any, str, Any, str]] = {
+    "every slot is taken to be set aside": (Aside, "run", lambda self, slot: (True, 1 << 62), ""),
+    "what is taken out stays set aside": (Aside, "take", lambda self, own: None, "overlaps the owner"),
+    "slots below the hit are not looked at": (reclaiming, "_divide", _all_cached, ""),
+    "the journal is not told whose they are": (Writer, "reclaimed", lambda *_: None, ""),
+    "a table has a slot less than it says": (
+        reclaiming, "_size", lambda pool, extents: sum(extents[1::2]) + 1, "its capacity is",
+    ),
+}  # fmt: skip
+"""What is planted, and what is said of it."""
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -58,8 +59,9 @@ def test_a_journal_cut_at_any_store_gives_nothing_wrong(kind: str, seed: int) ->
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_reclaiming_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These histories find out what a slot that was not looked at comes to."""
-    monkeypatch.setattr(*FAULTS[fault])
-    with pytest.raises((AssertionError, BadRequest, IndexError)):
+    owner, name, planted, said = FAULTS[fault]
+    monkeypatch.setattr(owner, name, planted)
+    with pytest.raises((AssertionError, IndexError), match=said or None):
         _lives(20)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from kvslot import Client
 from kvslot.api.client import Disconnected, Lost, Sequence
+from kvslot.api.client.connection import Connection
 from kvslot.api.client.indices import slot_indices
 from kvslot.api.wire import VERSION, Namespace, SessionPage, errors
 from kvslot.api.wire.messages import (
@@ -196,22 +198,181 @@ def test_of_forks_that_share_what_neither_has_committed_one_goes_on() -> None:
             assert read(client, sequence) == [*range(1000, 1030), number]
 
 
-def test_a_step_that_failed_with_its_connection_is_over() -> None:
-    """A daemon that dies in mid-step ends no sequence: the device has ended with the step when its block is left."""
+def test_a_step_that_failed_with_its_connection() -> None:
+    """What it did not write is the engine's to take back: until it says that the step is over no sequence goes on."""
     with kept([{"blocks": 33}]) as daemon, checked(daemon), Client(str(daemon.socket)) as client:
         with client.step():
             sequence = client.admit(PROMPT)
             write(client, sequence, 0, PROMPT)
-        with contextlib.suppress(Disconnected), client.step():
-            daemon.manager.kill()
-            client.probe(PROMPT)
-            raise AssertionError("the dead answer")
+        for says_so in (True, False):
+            with contextlib.suppress(Disconnected), client.step():
+                sequence.append(77)
+                daemon.manager.kill()
+                client.probe(PROMPT)
+                raise AssertionError("the dead answer")
+            if says_so:
+                sequence.trim(keep_to=len(PROMPT))
+                with pytest.raises(Disconnected):
+                    client.complete()
+            back(client)
+            assert sequence.ended is not says_so
+        with Client(str(daemon.socket)) as other:
+            assert other.probe([*PROMPT, 77, 78]) == 0
+
+
+def test_a_step_that_ended_without_its_connection() -> None:
+    """A step whose work was done is over, though nobody could be told."""
+    with kept([{"blocks": 33}]) as daemon, checked(daemon), Client(str(daemon.socket)) as client:
+        with client.step():
+            sequence = client.admit(PROMPT)
+            write(client, sequence, 0, PROMPT)
+        numbers = [client.submit(), client.submit()]
+        daemon.manager.kill()
+        lose(client)
+        for number in numbers:
+            with pytest.raises(Disconnected):
+                client.complete(number)
+        client.reconnect()
+        say(client, sequence, [5])
+        assert read(client, sequence) == [*PROMPT, 5]
+
+
+def used(daemon: Kept) -> tuple[int, int]:
+    """Sequences and private slots of the pool."""
+    with Wire(daemon.socket) as control:
+        row = rows(control, "pools")[0]
+        return row["sequences"], row["private"]
+
+
+def some(client: Client, count: int) -> list[Sequence]:
+    """Running sequences, written and not committed."""
+    out = []
+    for number in range(count):
+        prompt = [number, *range(30)]
+        with client.step():
+            sequence = client.admit(prompt)
+            write(client, sequence, 0, prompt)
+        out.append(sequence)
+    return out
+
+
+def test_what_a_finalizer_frees_while_its_daemon_is_away() -> None:
+    """It neither goes on nor breaks the return of the others, whether the collector came before or in the middle."""
+    with kept([{"blocks": 65}]) as daemon, checked(daemon), Client(str(daemon.socket)) as client:
+        sequences = some(client, 4)
+        fork = sequences[3].fork()
+        assert isinstance(fork, Sequence)
+        daemon.manager.kill()
+        lose(client)
+        client.defer(sequences[0].free)
+        client.defer(fork.free)
+        asked = client._call
+
+        def call(request: Any, kind: Any) -> Any:
+            if isinstance(request, Reclaim) and request.sequence == sequences[1].id:
+                client.defer(sequences[1].free)
+                client.defer(sequences[2].free)
+            return asked(request, kind)
+
+        client._call = call  # type: ignore[method-assign]
+        client.reconnect()
+        del client._call
+        client.settle()
+        assert [each.ended for each in sequences] == [True, True, True, False]
+        say(client, sequences[3], [5])
+        assert used(daemon)[0] == 1
+        sequences[3].free()
+        client.settle()
+        assert used(daemon) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["lost", "interrupted"])
+def test_a_sequence_whose_answer_nobody_heard_is_freed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon goes on with it, and its client was told that it ended: it is not left there."""
+    with kept([{"blocks": 33}]) as daemon, checked(daemon), Client(str(daemon.socket)) as client:
+        (sequence,) = some(client, 1)
+        daemon.manager.kill()
+        lose(client)
+        receive = Connection.receive
+
+        def unheard(self: Connection) -> Any:
+            if how == "interrupted":
+                raise KeyboardInterrupt
+            receive(self)
+            raise self.lost("planted")
+
+        asked = client._call
+
+        def call(request: Any, kind: Any) -> Any:
+            with monkeypatch.context() as patch:
+                if isinstance(request, Reclaim):
+                    patch.setattr(Connection, "receive", unheard)
+                return asked(request, kind)
+
+        client._call = call  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt if how == "interrupted" else Disconnected):
+            client.reconnect()
+        del client._call
+        assert sequence.ended
+        if how == "lost":
+            client.reconnect()
+        client.settle()
+        client.settle()
+        assert used(daemon) == (0, 0)
+
+
+def test_no_memory_for_the_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a page no step would be seen: the client stays without a connection, and has one with the next try."""
+    with kept([{"blocks": 33}]) as daemon, checked(daemon), Client(str(daemon.socket)) as client:
+        (sequence,) = some(client, 1)
+        daemon.manager.kill()
+        lose(client)
+
+        def refuse(descriptor: int) -> SessionPage:
+            raise OSError(errno.ENOMEM, "planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvslot.api.client.client.SessionPage", refuse)
+            with pytest.raises(OSError, match="planted"):
+                client.reconnect()
+        assert sequence.ended
+        with pytest.raises(Disconnected, match="page"):
+            client.submit()
+        client.reconnect()
+        step = client.submit()
+        other = client.admit([1, 2, 3])
+        other.free()
+        client.settle()
+        assert used(daemon) == (0, 0)
+        with Wire(daemon.socket) as control:
+            assert rows(control, "pools")[0]["fenced"] > 0, "nobody sees that a step is under way"
+        client.complete(step)
+
+
+def test_copies_that_were_taken_are_made_by_the_end_of_a_step() -> None:
+    """Until then their sources may be needed, and would be another's once the session of then is released."""
+    with (
+        kept([{"blocks": 33}]) as daemon,
+        checked(daemon),
+        Client(str(daemon.socket), append="peel") as client,
+    ):
+        parents = some(client, 2)
+        forks = []
+        for made, parent in zip((True, False), parents, strict=True):
+            fork = parent.fork()
+            assert isinstance(fork, Sequence)
+            copies = fork.take_copies()
+            assert copies
+            if made:
+                with client.step():
+                    client.pool.copy(copies)
+            parent.free()
+            forks.append(fork)
+        client.settle()
+        daemon.manager.kill()
         back(client)
-        assert read(client, sequence) == PROMPT
-        with contextlib.suppress(Disconnected), client.step():
-            daemon.manager.kill()
-        back(client)
-        assert read(client, sequence) == PROMPT
+        assert [each.ended for each in forks] == [False, True]
+        assert read(client, forks[0]) == [0, *range(30)]
 
 
 class Lived:

@@ -37,7 +37,9 @@ class Reclaimed(NamedTuple):
     """Positions [0, length) are cached."""
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """Positions of a table that stand in slots set aside."""
+
     position: int
     slot: int
     length: int
@@ -46,21 +48,24 @@ class _Piece(NamedTuple):
 def reclaim(
     pool: Pool,
     session: Session,
-    former: Session,
+    aside: Aside,
     root: int,
     tokens: bytes,
     extents: list[int],
     *,
     priority: int = 0,
 ) -> Reclaimed:
-    """Makes `session` go on with a sequence of `former`, a session of an earlier life of the pool.
+    """Makes `session` go on with a sequence of a former one, whose slots set aside are `aside`.
 
     `tokens`: all of its tokens, little-endian int32.  `extents`: flat slot, length, ...: where its positions from 0 on
     stand, with the room behind its last token.
 
-    Raises EndedHandle where `former` was released, where a slot is neither cached for that position nor set aside for
-    `former`, and where the session's quota has no room for what would be its own: the sequence cannot go on.
+    Raises EndedHandle where the former session was released, where a slot is neither cached for that position nor set
+    aside for it, and where the session's quota has no room for what would be its own: the sequence cannot go on.
+    BadRequest for tokens, extents or a priority that are none, UnknownHandle for a namespace, OutOfTurn where either
+    session is not what it must be.
     """
+    former = aside.former
     n = pool._count(root, tokens)
     if priority:
         check_priority(priority)
@@ -80,7 +85,6 @@ def reclaim(
     hit = tree.match(root, tokens, path)
     cached: list[int] = []
     tree.path_extents(path, hit, cached)
-    aside = _Aside(former)
     own = _divide(session, extents, cached, hit, aside)
     count = sum(piece.length for piece in own)
     if session.charged + count > session.quota:
@@ -132,79 +136,95 @@ def _size(pool: Pool, extents: list[int]) -> int:
     return sum(extents[1::2])
 
 
-class _Aside:
-    """What is set aside for a session, by slot: its runs in order, and the range that each is of."""
+class Aside:
+    """What is set aside for a session of an earlier life, by slot: its runs in order, and the range that each is of.
+
+    Made once for all of its sequences; nothing but `reclaim` takes anything out as long as the session is lost.
+    """
 
     def __init__(self, former: Session) -> None:
         self.former = former
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.entries: list[Fenced] = []
-        for _, _, entry in sorted(former.fences, key=lambda each: each[1]):
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._entries: list[Fenced] = []
+        for _, _, entry in sorted(former.fences, key=_serial):
             for piece in entry.ranges:
                 extents = piece.extents
                 for i in range(0, len(extents), 2):
-                    self.starts.append(extents[i])
-                    self.ends.append(extents[i] + extents[i + 1])
-                    self.entries.append(entry)
+                    self._starts.append(extents[i])
+                    self._ends.append(extents[i] + extents[i + 1])
+                    self._entries.append(entry)
 
     def run(self, slot: int) -> tuple[bool, int]:
         """Whether a slot is set aside, and the slot where that changes (far away: it does not)."""
-        index = bisect_right(self.starts, slot) - 1
-        if index >= 0 and slot < self.ends[index]:
-            return True, self.ends[index]
-        return False, self.starts[index + 1] if index + 1 < len(self.starts) else 1 << 62
+        index = bisect_right(self._starts, slot) - 1
+        if index >= 0 and slot < self._ends[index]:
+            return True, self._ends[index]
+        return False, self._starts[index + 1] if index + 1 < len(self._starts) else 1 << 62
 
-    def take(self, own: list[_Piece]) -> None:
+    def take(self, own: list[Piece]) -> None:
         """Takes slots out, all of which are set aside."""
         former = self.former
-        taken: dict[int, list[tuple[int, int]]] = {}  # by range
-        of: dict[int, Fenced] = {}
-        for piece in own:
-            entry = self.entries[bisect_right(self.starts, piece.slot) - 1]
-            taken.setdefault(id(entry), []).append((piece.slot, piece.slot + piece.length))
-            of[id(entry)] = entry
-        for key, runs in taken.items():
-            entry = of[key]
+        emptied = False
+        for _, slot, length in own:
+            entry = self._cut(slot, slot + length)
             (whole,) = entry.ranges
-            runs.sort()
-            whole.extents = _without(whole.extents, runs)
-            count = sum(end - start for start, end in runs)
-            whole.length -= count
+            whole.extents = _without(whole.extents, slot, slot + length)
+            whole.length -= length
             for owner in (former, entry.account):
-                owner.charged -= count
-                owner.fenced -= count
-            former.swept_fenced -= count
+                owner.charged -= length
+                owner.fenced -= length
+            former.swept_fenced -= length
             if not whole.length:
                 del former.swept[id(whole)]
-        # What is left is in the order of its serials, and so a heap still: all wait for the same step.
-        former.fences = [each for each in sorted(former.fences, key=_serial) if each[2].ranges[0].length]
+                emptied = True
+        if emptied:
+            # What is left is in the order of its serials, and so a heap still: all wait for the same step.
+            former.fences = [each for each in sorted(former.fences, key=_serial) if each[2].ranges[0].length]
+
+    def _cut(self, slot: int, end: int) -> Fenced:
+        """Takes [slot, end) out of the run that it lies in; returns what that is of."""
+        starts, ends, entries = self._starts, self._ends, self._entries
+        index = bisect_right(starts, slot) - 1
+        assert starts[index] <= slot < end <= ends[index]
+        entry, stop = entries[index], ends[index]
+        if starts[index] == slot:
+            if stop == end:
+                del starts[index], ends[index], entries[index]
+            else:
+                starts[index] = end
+            return entry
+        ends[index] = slot
+        if end < stop:
+            starts.insert(index + 1, end)
+            ends.insert(index + 1, stop)
+            entries.insert(index + 1, entry)
+        return entry
 
 
 def _serial(each: tuple[int, int, Fenced]) -> int:
     return each[1]
 
 
-def _without(extents: list[int], runs: list[tuple[int, int]]) -> list[int]:
-    """Ascending extents without ascending runs that lie in them."""
+def _without(extents: list[int], slot: int, end: int) -> list[int]:
+    """Extents without [slot, end), which lies in one of them."""
     out: list[int] = []
-    index = 0
     for i in range(0, len(extents), 2):
         start, stop = extents[i], extents[i] + extents[i + 1]
-        while index < len(runs) and runs[index][0] < stop:
-            if start < runs[index][0]:
-                out += (start, runs[index][0] - start)
-            start = runs[index][1]
-            index += 1
-        if start < stop:
+        if start <= slot < stop:
+            if start < slot:
+                out += (start, slot - start)
+            if end < stop:
+                out += (end, stop - end)
+        else:
             out += (start, stop - start)
     return out
 
 
-def _divide(session: Session, extents: list[int], cached: list[int], hit: int, aside: _Aside) -> list[_Piece]:
+def _divide(session: Session, extents: list[int], cached: list[int], hit: int, aside: Aside) -> list[Piece]:
     """The parts of a table that are set aside; raises EndedHandle unless all others are what is cached."""
     page = session.page
-    own: list[_Piece] = []
+    own: list[Piece] = []
     position = 0
     index = start = 0  # of `cached`, and the position that its extent begins with
     for i in range(0, len(extents), 2):
@@ -217,7 +237,7 @@ def _divide(session: Session, extents: list[int], cached: list[int], hit: int, a
             is_aside, until = aside.run(slot)
             length = min(end, until) - slot
             if is_aside:
-                own.append(_Piece(position, slot, length))
+                own.append(Piece(position, slot, length))
             else:
                 while index < len(cached) and start + cached[index + 1] <= position:
                     start += cached[index + 1]
@@ -239,7 +259,7 @@ def _divide(session: Session, extents: list[int], cached: list[int], hit: int, a
     return own
 
 
-def _ranges(own: list[_Piece], hit: int) -> list[Range]:
+def _ranges(own: list[Piece], hit: int) -> list[Range]:
     """The pieces as a sequence has them: what is cached, too, apart from what is not."""
     out: list[Range] = []
     for piece in own:
