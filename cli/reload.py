@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 DESCRIPTION: Final = """\
 Have the daemon read its configuration again, as SIGHUP and `systemctl reload` do, and say which settings hold from now
 on and which differ and need a restart. Token files of the admin API are read again and its sockets tried that could not
-be had; where one cannot be used, what held before holds on, and that is told (exit code 1). Nobody is disturbed. A file
-with an error changes nothing, and is told (exit code 2). What `kvslotctl set` changed is as the file says again."""
+be had; where one cannot be used, what held before holds on, a TCP address that works and is still allowed among it, and
+that is told (exit code 1). Engines are not disturbed. A file with an error changes nothing, and is told (exit code 2).
+What `kvslotctl set` changed is as the file says again."""
 
 EXAMPLES: Final = """\
   kvslotctl reload

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 import time
@@ -574,6 +575,7 @@ class AdminService:
         self._endpoints: list[Endpoint] = []
         self._tcp: socket.socket | None = None
         self._tcp_for = ""  # the setting that it was opened for
+        self._address = ""
         self._shut: dict[
             str, doors.Shut
         ] = {}  # by door; a TCP that is served with tokens of before among them
@@ -631,6 +633,8 @@ class AdminService:
         self._shut.pop("admin_tcp", None)
         self.api.tokens = tokens
         self._tcp, self._tcp_for = found, settings.admin_tcp
+        host, port = found.getsockname()[:2]
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.api.listen(found)
 
     def _say_shut(self, shut: doors.Shut, level: str) -> None:
@@ -661,23 +665,22 @@ class AdminService:
             if shut is None:
                 found.append(Check(door, ok=True, reason=f"served at {served[door]}", vital=False))
                 continue
-            how = (
-                f"{shut.where} is served with the tokens of before"
-                if served[door]
-                else f"{shut.where} is not served"
-            )
-            found.append(
-                Check(door, ok=False, reason=f"{how}: {shut.reason}", vital=False, remedy=shut.remedy)
-            )
+            reason = f"{self._how(shut)}: {shut.reason}"
+            found.append(Check(door, ok=False, reason=reason, vital=False, remedy=shut.remedy))
         return found
+
+    def _how(self, shut: doors.Shut) -> str:
+        """What is served at a door that is not as its settings say."""
+        if shut.door == "admin_socket" or self._tcp is None:
+            return f"{shut.where} is not served"
+        if self._tcp_for == shut.where:
+            return f"{shut.where} is served with the tokens of before"
+        return f"{shut.where} is not served, {self.address} is served as before"
 
     @property
     def address(self) -> str:
         """Of TCP, as bound; empty without it."""
-        if self._tcp is None:
-            return ""
-        host, port = self._tcp.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return self._address
 
     async def run(self) -> None:
         """Once a second: looks at connections, and tells what there is to tell."""
@@ -698,35 +701,30 @@ class AdminService:
     async def reload(self, settings: config.Settings) -> tuple[list[str], list[str]]:
         """The settings have been read again: tokens are, and doors that are shut are tried; in sentences.
 
-        What is new, and what cannot be had.  Tokens of files that cannot be used stay as they were.
+        What is new, and what cannot be had.  Tokens stay as they were where files cannot be used; TCP stays where it
+        is as long as the new address cannot be had, unless settings no longer allow the old one.
         """
         taken: list[str] = []
         failed: list[str] = []
-        if self._tcp is not None and self._tcp_for != settings.admin_tcp:
-            # First, since one address may be part of the other: 0.0.0.0 and 127.0.0.1.
+        if self._tcp is not None and not _allowed(settings, self._tcp):
             taken.append(f"admin_tcp: {self.address} is closed")
             self._close_tcp()
         if not settings.admin_tcp:
             self._shut.pop("admin_tcp", None)
         else:
             tokens = await asyncio.to_thread(doors.read, settings)
-            if self._tcp is None:
-                opened = await asyncio.to_thread(doors.open_tcp, settings, tokens)
-                if self._closed and isinstance(opened, socket.socket):
-                    opened.close()
-                if self._closed:
-                    return taken, failed
-                self._take_tcp(opened, tokens, settings)
-                if not isinstance(opened, doors.Shut):
-                    taken.append(f"admin_tcp: served at {self.address} from now on")
-            elif isinstance(tokens, Tokens):
+            if self._tcp is not None and isinstance(tokens, Tokens):
                 taken += self._change_tokens(tokens)
-            else:
+            elif self._tcp is not None and isinstance(tokens, TokenError):
                 log.error("admin_tokens_kept", reason=tokens.reason, remedy=tokens.remedy)
                 self._shut["admin_tcp"] = doors.Shut(
                     "admin_tcp", settings.admin_tcp, tokens.reason, f"{tokens.remedy}, {doors.AGAIN}"
                 )
                 failed.append(f"tokens: those of before hold on, {_of_tokens(self.api.tokens)}: {tokens}")
+            if self._tcp_for != settings.admin_tcp and not self._closed:
+                taken += await self._move_tcp(settings, tokens)
+            if self._closed:
+                return taken, failed
         if not self._endpoints:
             found = await asyncio.to_thread(doors.open_socket, settings, self._server.service.store)
             if self._closed:
@@ -739,11 +737,36 @@ class AdminService:
         if any(" from now on" in each for each in taken):
             self._say_ready()
         failed += [
-            f"{each.door}: {each.where} is not served: {each.reason}: {each.remedy}"
+            f"{each.door}: {self._how(each)}: {each.reason}: {each.remedy}"
             for each in self._shut.values()
-            if each.door == "admin_socket" or self._tcp is None
+            if each.door == "admin_socket" or self._tcp_for != settings.admin_tcp
         ]
         return taken, failed
+
+    async def _move_tcp(self, settings: config.Settings, tokens: Tokens | TokenError) -> list[str]:
+        """Serves TCP at another address than before, or none; where that cannot be had all is as before."""
+        old, before, kept = self._tcp, self.address, None
+        if old is None:
+            opened = await asyncio.to_thread(doors.open_tcp, settings, tokens)
+        else:
+            self.api.door.forget(old)  # who connects meanwhile waits in its backlog
+            opened, kept = await asyncio.to_thread(doors.move_tcp, settings, tokens, old)
+        if self._closed:
+            for each in (opened, kept):
+                if isinstance(each, socket.socket):
+                    each.close()
+            return []
+        taken = []
+        if kept is not None and isinstance(opened, doors.Shut):
+            self._tcp = kept
+            self.api.listen(kept)
+        elif old is not None:
+            taken.append(f"admin_tcp: {before} is closed")
+            self._close_tcp()
+        self._take_tcp(opened, tokens, settings)
+        if not isinstance(opened, doors.Shut):
+            taken.append(f"admin_tcp: served at {self.address} from now on")
+        return taken
 
     def _change_tokens(self, tokens: Tokens) -> list[str]:
         """Those of the files hold from now on, and who is connected with another one is not any more."""
@@ -764,7 +787,7 @@ class AdminService:
         if self._tcp is not None:
             self.api.door.forget(self._tcp)
             self._tcp.close()
-            self._tcp = None
+            self._tcp, self._tcp_for, self._address = None, "", ""
         self.api.door.turn_out()
         self.api.tokens = None
 
@@ -847,6 +870,12 @@ def start(server: Server, settings: config.Settings) -> AdminService:
     service = AdminService(server, settings)
     service.listen(settings)
     return service
+
+
+def _allowed(settings: config.Settings, tcp: socket.socket) -> bool:
+    """Whether TCP may be served where it is, by settings that may want it elsewhere."""
+    host = tcp.getsockname()[0]
+    return bool(settings.admin_tcp) and (settings.admin_tcp_any or ipaddress.ip_address(host).is_loopback)
 
 
 def _look(tokens: Tokens | None) -> list[str]:

@@ -37,6 +37,8 @@ class Shut(NamedTuple):
     where: str
     reason: str
     remedy: str
+    taken: bool = False
+    """Somebody else listens there."""
 
     def text(self) -> str:
         """In one sentence."""
@@ -72,20 +74,46 @@ def open_tcp(settings: config.Settings, tokens: Tokens | TokenError | None) -> s
         reason, remedy = (tokens.reason, tokens.remedy) if tokens is not None else ("there are no tokens", "")
         return Shut("admin_tcp", settings.admin_tcp, reason, f"{remedy}, {AGAIN}")
     try:
-        sock = _bound(settings)
+        return _listening(*config.admin_address(settings))
     except (OSError, ValueError) as error:
-        return Shut("admin_tcp", settings.admin_tcp, *_trouble(error, settings))
+        taken = getattr(error, "errno", 0) == errno.EADDRINUSE
+        return Shut("admin_tcp", settings.admin_tcp, *_trouble(error, settings), taken)
+
+
+def move_tcp(
+    settings: config.Settings, tokens: Tokens | TokenError, old: socket.socket
+) -> tuple[socket.socket | Shut, socket.socket | None]:
+    """The TCP socket at another address than `old` has, and what serves at that one from now on.
+
+    That is `old`; but one address may be part of the other (0.0.0.0 and 127.0.0.1), and then `old` is closed first, and
+    had again where that did not help.
+    """
+    host, port = old.getsockname()[:2]
+    opened = open_tcp(settings, tokens)
+    if not (isinstance(opened, Shut) and opened.taken and config.admin_address(settings)[1] == port):
+        return opened, old
+    old.close()
+    opened = open_tcp(settings, tokens)
+    if isinstance(opened, Shut):
+        try:
+            return opened, _listening(host, port)
+        except OSError:
+            pass  # somebody was quicker
+    return opened, None
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    sock = _bound(host, port)
     try:
         sock.listen(BACKLOG)
-    except OSError as error:
+    except OSError:
         sock.close()
-        return Shut("admin_tcp", settings.admin_tcp, *_trouble(error, settings))
+        raise
     return sock
 
 
-def _bound(settings: config.Settings) -> socket.socket:
-    """A socket at the address, not listening yet; OSError or ValueError where it cannot be had."""
-    host, port = config.admin_address(settings)
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at the address, not listening yet; OSError where it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
@@ -138,7 +166,7 @@ def problems(settings: config.Settings) -> list[str]:
     if isinstance(tokens, TokenError):
         found.append(f"admin_tcp is not served without tokens: {tokens}")
     try:
-        _bound(settings).close()
+        _bound(*config.admin_address(settings)).close()
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) != errno.EADDRINUSE or not _is_ours(settings):
             found.append(Shut("admin_tcp", settings.admin_tcp, *_trouble(error, settings)).text())

@@ -301,6 +301,59 @@ def test_a_taken_port_and_a_wrong_address_cost_tcp_only(tmp_path: Path) -> None:
             assert "admin_tcp" not in health_of(daemon)[1]
 
 
+def test_an_address_that_cannot_be_had_keeps_the_one_that_works(tmp_path: Path) -> None:
+    """Who is in by the old one stays, by tokens that hold; where one is part of the other it is had again, or moved."""
+    file = write(tmp_path / "t", VIEW)
+    bearer = {"Authorization": f"Bearer {VIEW}"}
+    with running(admin_tcp="127.0.0.1:0", admin_token_file=file, admin_tcp_any=True) as daemon:
+        where = tcp_of(daemon)
+        port = where[1]
+        settings = daemon.socket.with_name("kvslot.toml")
+        text = settings.read_text()
+
+        def moved(address: str) -> Reloaded:
+            settings.write_text(text.replace('"127.0.0.1:0"', f'"{address}"'))
+            return reload(daemon)
+
+        with Client(where, bearer) as client:
+            assert client.get("/readyz").status == 200
+            told = moved(f"203.0.113.1:{port}")
+            assert not told.taken
+            assert "no such address" in told.failed[0]
+            assert f"127.0.0.1:{port} is served as before" in told.failed[0]
+            assert f"127.0.0.1:{port} is served as before" in health_of(daemon)[1]["admin_tcp"]["reason"]
+            assert client.get("/readyz").status == 200
+            assert not moved("127.0.0.1:0").failed
+            assert health_of(daemon)[1]["admin_tcp"]["ok"]
+            with socket.socket() as other:
+                other.bind(("127.0.0.2", port))
+                other.listen()
+                told = moved(f"0.0.0.0:{port}")
+                assert "is taken" in told.failed[0]
+                assert client.get("/readyz").status == 200
+            with Client(where, bearer) as late:
+                assert late.get("/readyz").status == 200
+            told = moved(f"0.0.0.0:{port}")
+            assert not told.failed
+            assert told.taken == [
+                f"admin_tcp: 127.0.0.1:{port} is closed", f"admin_tcp: served at 0.0.0.0:{port} from now on"
+            ]  # fmt: skip
+            gone(client.sock)
+        with Client(("127.0.0.2", port), bearer) as client:
+            assert client.get("/readyz").status == 200
+            file.write_text(f"{VIEW}-new")
+            told = moved(f"203.0.113.1:{port}")
+            assert "no longer: " in told.taken[0]
+            assert client.get("/readyz").status == 401
+        text = text.replace("admin_tcp_any = true\n", "")
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            told = moved(f"127.0.0.1:{other.getsockname()[1]}")
+        assert "is closed" in told.taken[0]
+        assert "is taken" in told.failed[0]
+
+
 @pytest.mark.parametrize(
     ("how", "said"), [("missing", "no such file"), ("open", "mode 0644"), ("empty", "holds no token")]
 )
