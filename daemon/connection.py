@@ -38,9 +38,6 @@ RECLAIM_VERBS: Final = 16
 """As so many verbs counts a Reclaim: what it names is looked at slot by slot."""
 LONG_TOKENS: Final = 2048
 """Asked for at once, from which on room is made in slices first: evicting for it at once would hold up all others."""
-SAMPLE: Final = 17
-"""One turn in so many is timed step by step, whoever's it is: who connects, asks once and goes is timed as often as the
-others.  A prime, since clients ask by turns, and each of them the same few things again and again."""
 FEW_BYTES: Final = 1 << 16
 """Frames that wait together are sent as one piece up to so many bytes, since joining them copies them."""
 
@@ -89,7 +86,7 @@ class Connection:
     def readable(self) -> None:
         """The socket has something: one recv, and what it completes is served."""
         latency = self._latency
-        began = 0 if latency.turns % SAMPLE else perf_counter_ns()
+        began = 0 if latency.skip else perf_counter_ns()
         try:
             size = self.sock.recv_into(_buffer)
         except (BlockingIOError, InterruptedError):
@@ -100,7 +97,10 @@ class Connection:
         if not size:
             self.end("connection closed")
             return
-        latency.turns += 1
+        if began:
+            latency.draw()
+        else:
+            latency.skip -= 1
         try:
             bodies = self._reader.feed(bytes(_buffer[:size]), TURN_FRAMES)
         except PeerFault as fault:

@@ -8,8 +8,12 @@ powers of two of nanoseconds, so that a percentile is known to a factor of two, 
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any, Final
 
+SAMPLE: Final = 17
+"""One turn in so many is timed step by step, whoever's it is: who connects, asks once and goes is timed as often as the
+others.  Which one is drawn by lot, since clients ask by turns, and each of them the same few things again and again."""
 STEPS: Final = ("received", "decoded", "applied", "encoded", "sent", "all")
 CLASSES: Final = 40  # up to 2^40 ns, a quarter of an hour
 
@@ -18,11 +22,16 @@ class Latency:
     """Counts and sampled times."""
 
     def __init__(self) -> None:
-        self.turns = 0  # of all connections: one in so many is timed
+        self.skip = 0  # turns, of all connections, until the next one that is timed
+        self._random = Random(SAMPLE).random
         self.counts: dict[type, int] = {}
         self.refused: dict[type, int] = {}
         self._sums: dict[type, list[int]] = {}
         self._histograms: dict[type, list[list[int]]] = {}
+
+    def draw(self) -> None:
+        """A turn is timed: which is the next one?  Each distance up to 2 SAMPLE - 1 is as likely."""
+        self.skip = int(self._random() * (2 * SAMPLE - 1))
 
     def sample(
         self, verb: type, began: int, received: int, decoded: int, applied: int, encoded: int, sent: int

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+
+import pytest
 
 from kvslot.api.wire import VERSION, Reader, encode, errors
 from kvslot.api.wire.messages import (
@@ -26,7 +29,7 @@ from kvslot.api.wire.messages import (
     Results,
     Welcome,
 )
-from kvslot.daemon.connection import SAMPLE
+from kvslot.daemon.latency import SAMPLE
 
 from ..tools.daemon import running
 from ..tools.wire import Wire, tokens
@@ -159,4 +162,25 @@ def test_clients_that_ask_once_and_leave_are_timed_as_well() -> None:
             assert isinstance(told, Inspected)
             (row,) = [row for row in told.rows if row["verb"] == "Ping"]
         assert row["count"] == 100
-        assert row["sampled"] in (100 // SAMPLE, 100 // SAMPLE + 1)
+        assert 1 <= row["sampled"] <= 200 // SAMPLE
+
+
+@pytest.mark.parametrize("clients", [SAMPLE, 2 * SAMPLE])
+def test_clients_that_ask_by_turns_are_all_timed(clients: int) -> None:
+    """Which turn is timed follows no beat: each of so many clients that ask one after another has its share."""
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(running())
+        wires = [stack.enter_context(Wire(daemon.socket)) for _ in range(clients)]
+        for wire in wires:
+            wire.hello()
+        for _ in range(10 * SAMPLE):
+            for place, wire in enumerate(wires):
+                if place:
+                    wire.call(Ping)
+                else:
+                    wire.call(Probe, wire.namespace, tokens(4))
+        told = wires[0].call(Inspect, "latency")
+        assert isinstance(told, Inspected)
+        sampled = {row["verb"]: row["sampled"] for row in told.rows}
+        assert 3 <= sampled["Probe"] <= 30  # 10 is its share
+        assert sampled["Probe"] + sampled["Ping"] > 5 * clients

@@ -12,7 +12,7 @@ import msgspec
 from kvslot.api.admin import metrics
 from kvslot.api.admin.metrics import FRESH_SECONDS
 from kvslot.api.wire import encode, messages
-from kvslot.daemon.connection import SAMPLE
+from kvslot.daemon.latency import SAMPLE
 
 from ..tools.daemon import Running, running
 from ..tools.painting import Painter, scatter
@@ -62,7 +62,7 @@ def names(sessions: int) -> float:
     """
     took = 0.0
     with running() as daemon:
-        known = max(len(NAMES), 2 * SAMPLE)  # each verb of theirs has been timed by then
+        known = max(len(NAMES), 4 * SAMPLE)  # each verb of theirs has been timed by then
         come_and_go(daemon, known)
         first = last = scrape(daemon.socket)
         resident = daemon.rss_kib()
