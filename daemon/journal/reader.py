@@ -69,6 +69,11 @@ def read(columns: Columns, unit: int) -> Found:
     return Found(state == FREE, stretches, spaces, cells, sessions, entries, torn, private, cached)
 
 
+def numbers(columns: Columns) -> set[int]:
+    """Sessions that have an entry."""
+    return set(_sessions(columns)[1])
+
+
 def _sessions(columns: Columns) -> tuple[list[Session], dict[int, int], list[int]]:
     """All of the table is looked at, whatever the head says of how much is used."""
     words = np.frombuffer(columns.sessions, np.uint64).reshape(-1, SESSION_BYTES // 8)

@@ -39,6 +39,7 @@ import structlog
 from kvslot.allocator import Life
 from kvslot.daemon.journal import columns as memory
 from kvslot.daemon.journal.columns import Columns, Head
+from kvslot.daemon.journal.reader import numbers
 from kvslot.daemon.journal.takeover import Takeover, take_over
 from kvslot.daemon.journal.writer import Session, Writer
 from kvslot.daemon.logs import limited
@@ -195,6 +196,7 @@ class Warm:
         if found is None:
             found = self._find(name, size_bytes, page_bytes or mmap.PAGESIZE)
             if isinstance(found, Kept) and (why := _difference(found.head, layout, config)):
+                self._read(found.journal, found.head)
                 os.close(found.pool)
                 os.close(found.journal)
                 self._give_up(_key(name))
@@ -258,7 +260,7 @@ class Warm:
     def begin(self, hosted: HostedPool) -> None:
         """Takes over what is in a pool that came back, or says why it begins empty; journals it from here on."""
         name, core = hosted.name, hosted.core
-        kept = self._found.get(name, "it was not looked for")
+        kept = self._found.pop(name, "it was not looked for")
         if isinstance(kept, str):
             log.info("cold_start", pool=name, reason=kept)
             if not self.enabled:
@@ -336,13 +338,25 @@ class Warm:
             log.info("restart_settled", pool=name)
 
     def _others(self, found: Found) -> bool:
-        """Whether a process may be there whose session has no entry, here or in the journals of pools before."""
+        """Whether a process may be there whose session has no entry, here or in any other journal."""
+        self._known.update(found.entries)
+        for each in self._found.values():  # those that are taken over later
+            if isinstance(each, Kept):
+                self._read(each.journal, each.head)
+        for _, journals in self._kept.values():  # those of pools that are no more
+            for journal in journals:
+                head = _head_of(journal)
+                if isinstance(head, Head):
+                    self._read(journal, head)
         return any(
             _watches(pidfd)
             for number, kept in self._pidfds.items()
-            if number not in self._known and number not in found.entries
+            if number not in self._known
             for pidfd in kept
         )
+
+    def _read(self, journal: int, head: Head) -> None:
+        self._known |= numbers(Columns(memoryview(memory.mapped(journal)), head.slots))
 
     def _lives(self, session: Session) -> bool:
         """Whether a session's process may be there: what cannot be looked at may.  It is watched from here on."""

@@ -15,12 +15,15 @@ import pytest
 from kvslot import Client
 from kvslot.api.wire.messages import Audit, Evict
 from kvslot.daemon.journal.columns import (
+    HEAD,
     SESSION_BYTES,
     SESSIONS,
     SESSIONS_USED,
     SPACE_BYTES,
     SPACES,
     WORDS,
+    Head,
+    read_head,
 )
 from kvslot.daemon.journal.writer import HOLDS, SUM
 
@@ -291,6 +294,34 @@ def test_an_entry_that_was_spoilt_holds_nothing_up_when_all_processes_are_known(
             engine.kill()
             manager.wait(lambda: manager.state == "running")
             _nothing_is_held(daemon)
+
+
+@pytest.mark.parametrize("after", [["a", "b"], ["b", "a"], ["a"]])
+def test_an_entry_that_was_spoilt_makes_nobody_of_another_pool_a_stranger(after: list[str]) -> None:
+    """Who has an entry in any journal is known, that of a pool that is taken over later or no more among them; so what
+    ran in the pool with the spoilt one goes on."""
+    pools = {name: {"name": name, "blocks": 33} for name in "ab"}
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(kept([pools["a"], pools["b"]]))
+        client, other = (stack.enter_context(Client(str(daemon.socket), pool=name)) for name in "ab")
+        sequence = client.admit(PROMPT)
+        other.admit(PROMPT)
+        manager = daemon.manager
+        manager.wait(lambda: sum(each.startswith("session") for each in manager.stored) == 2)
+        journals = [each[1] for each in manager.store if each[0].startswith("journal")]
+        heads = [read_head(memoryview(os.pread(each, HEAD, 0))) for each in journals]
+        (journal,) = (
+            each
+            for each, head in zip(journals, heads, strict=True)
+            if isinstance(head, Head) and head.pool == "a"
+        )
+        nobody = os.fstat(journal).st_size - SPACES * SPACE_BYTES - SESSION_BYTES
+        os.pwrite(journal, b"\xff" * SESSION_BYTES, nobody)
+        daemon.configure([pools[name] for name in after])
+        manager.kill()
+        back(client)
+        sequence.append(7)
+        assert not daemon.events("sessions_torn")
 
 
 @pytest.mark.parametrize("kept_by_number", [False, True])
