@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -246,11 +247,14 @@ def test_a_bad_token_file_costs_tcp_only(tmp_path: Path, how: str, said: str) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_a_token_file_of_root_is_told_to_the_daemons_user(tmp_path: Path) -> None:
+def test_a_token_file_of_root_is_told_to_the_daemons_user() -> None:
     """The commonest of mistakes: written by root, and the daemon is another user."""
-    file = write(tmp_path / "t", VIEW)
-    for each in (tmp_path, *tmp_path.parents[:2]):
-        each.chmod(0o755)
+    with tempfile.TemporaryDirectory() as folder:  # not below one that only root can enter, as tests' own are
+        Path(folder).chmod(0o755)
+        _told_to_nobody(write(Path(folder) / "t", VIEW))
+
+
+def _told_to_nobody(file: Path) -> None:
     program = """
 import os, sys
 from kvslot.api.admin import TokenError, read_tokens
