@@ -305,7 +305,9 @@ def _no_answer(path: str, error: Exception) -> list[Finding]:
             reach.admission(shut.gid, shut.mode & 0o010, "let the engines' group enter that folder"),
         )  # fmt: skip
     elif socket.kind == "missing":
-        named = f"the lock beside it names process {held.pid}" if held is not None else ""
+        named = (
+            f"the lock beside it names process {held.pid}" if held is not None and not held.foreign else ""
+        )
         why = Why(
             "there is no such socket",
             f"{named}, which is dead" if dead
@@ -326,12 +328,18 @@ def _no_answer(path: str, error: Exception) -> list[Finding]:
                 "give the socket a group of its own: socket_group and socket_mode in the daemon's settings",
             ),
         )  # fmt: skip
-    elif held is None or dead:
-        named = f": the lock beside it names process {held.pid}, which is dead" if held is not None else ""
+    elif held is None or dead or (held.foreign and isinstance(error.__cause__, ConnectionRefusedError)):
+        named = (
+            f": the lock beside it names process {held.pid}, which is dead"
+            if dead and held is not None
+            else ""
+        )
         why = Why(
             f"a socket lies there, and nobody listens{named}", str(error),
             "the daemon was killed; start it again (systemctl restart 'kvslotd@*'): it replaces the file",
         )  # fmt: skip
+    elif held.foreign:
+        why = reach.silent(path)
     else:
         why = reach.halted(path) or Why(
             f"{held.text()} holds its lock, and there is no answer", str(error),

@@ -101,13 +101,15 @@ def lock_holder(socket: str) -> str:
 def lock_taker(path: str) -> int:
     """The process that holds a lock (flock) on a file, by the kernel's table; 0: none that can be seen from here."""
     try:
-        inode = os.stat(path).st_ino
+        told = os.stat(path)
     except OSError:
         return 0
+    # Of the file system, too: another one may have a file of that number.
+    file = f"{os.major(told.st_dev):02x}:{os.minor(told.st_dev):02x}:{told.st_ino}"
     for line in _read("/proc/locks").splitlines():
         words = line.split()
         # 1: FLOCK ADVISORY WRITE 4242 08:01:131090 0 EOF; those that wait have an arrow in the second place.
-        if words[1:2] == ["FLOCK"] and words[5].rpartition(":")[2] == str(inode) and words[4].isdigit():
+        if words[1:2] == ["FLOCK"] and words[5] == file and words[4].isdigit():
             return int(words[4])
     return 0
 

@@ -61,6 +61,14 @@ class Holder(NamedTuple):
     def text(self) -> str:
         return f"process {self.pid}" + (f" ({self.doing})" if self.doing else "")
 
+    @property
+    def foreign(self) -> bool:
+        """Whether its number is another process's by now, or from here: nobody is to be sent after that one.
+
+        Not asked of a dead one, whose command line is gone, nor in state D: to read it may take as long as that lasts.
+        """
+        return self.state not in ("", "D", "X", "Z") and not host.is_daemon(self.pid)
+
 
 def connected(socket: str, patience: float) -> Control:
     """Connects and has a first answer, soon or not at all; from then on an answer may take `patience` seconds.
@@ -105,6 +113,8 @@ def halted(path: str) -> Why | None:
         # For a moment anybody is in that state who reads a file.
         time.sleep(TWICE_S)
         held = held._replace(state=host.process_state(held.pid))
+    if held.foreign:
+        return None
     match held.state:
         case "T" | "t":
             traced = " by a debugger" if held.state == "t" else ""
@@ -142,16 +152,16 @@ def silent(path: str) -> Why:
             "somebody serves it, and does not answer", "the lock beside it names nobody",
             f"fuser {path} as root says which process; its log says what it does",
         )  # fmt: skip
-    if held.doing == "starting":
-        return Why(
-            f"{held.text()} does not answer yet", "it makes its pools, or takes over what was cached",
-            "its log says how far it is; clients that wait are answered then",
-        )  # fmt: skip
     if not host.is_daemon(held.pid):
         return Why(
             "somebody serves it, and does not answer",
             f"the lock names process {held.pid}, which is no kvslotd here: another container's number, or an old one",
             "look in the container that the daemon runs in",
+        )  # fmt: skip
+    if held.doing == "starting":
+        return Why(
+            f"{held.text()} does not answer yet", "it makes its pools, or takes over what was cached",
+            "its log says how far it is; clients that wait are answered then",
         )  # fmt: skip
     return Why(
         f"{held.text()} serves it, and does not answer",

@@ -130,6 +130,7 @@ def test_other_states_have_their_own_remedy(
     """Waiting in the kernel, held by a debugger, dead."""
     lock(mute, f"{os.getpid()}\n")
     monkeypatch.setattr(host, "process_state", lambda pid: state)
+    monkeypatch.setattr(host, "is_daemon", lambda pid: True)
     text = said("status", mute)
     assert f"state {state}" in text
     assert {"D": "dmesg", "t": "end the debugger", "X": "restart"}[state] in text
@@ -164,6 +165,39 @@ def test_a_dead_process_in_the_lock_is_called_dead(mute: Path, said: Said) -> No
     none = mute.with_name("none")
     lock(none, f"{pid}\n")
     assert f"names process {pid}, which is dead" in said("doctor", none)
+
+
+@pytest.mark.parametrize("doing", ["", " starting"])
+def test_a_process_that_has_the_number_of_one_that_is_gone_is_left_alone(
+    mute: Path, said: Said, doing: str
+) -> None:
+    """Whatever state it is in: nobody is told to signal or look into what is no kvslotd, or that it serves anything."""
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        )
+        stack.callback(other.kill)
+        other.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        left, none = mute.with_name("left"), mute.with_name("none")
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(str(left))
+        for path in (mute, left, none):
+            lock(path, f"{other.pid}{doing}\n")
+            for command in ("status", "doctor"):
+                text = said(command, path)
+                for word in (
+                    "kill -",
+                    "py-spy",
+                    f"process {other.pid} serves",
+                    "which is there",
+                    "holds its lock",
+                ):
+                    assert word not in text
+                if path == mute:
+                    assert f"process {other.pid}, which is no kvslotd here" in text
+        assert "nobody listens" in said("doctor", left)
+        assert "there is no such socket" in said("doctor", none)
 
 
 def test_a_daemon_that_hangs_and_one_that_starts_are_told_apart(
@@ -208,6 +242,23 @@ def test_the_kernel_says_who_holds_a_lock_that_may_not_be_read(tmp_path: Path) -
             pytest.skip("this kernel shows no locks")
         assert host.lock_taker(str(file)) == os.getpid()
         assert reach.holder(str(tmp_path / "s")) == reach.Holder(os.getpid(), "", "R")
+
+
+def test_a_lock_on_another_file_system_is_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may have the same number there: of two containers' /run that is to be expected."""
+    file = tmp_path / "s.lock"
+    file.touch()
+    told = file.stat()
+    line = "1: FLOCK  ADVISORY  WRITE {} {:02x}:{:02x}:{} 0 EOF\n"
+    major, minor = os.major(told.st_dev), os.minor(told.st_dev)
+    theirs = line.format(4711, major, minor + 1, told.st_ino)
+    monkeypatch.setattr(host, "_read", lambda path: theirs)
+    assert host.lock_taker(str(file)) == 0
+    ours = line.format(4712, major, minor, told.st_ino)
+    monkeypatch.setattr(host, "_read", lambda path: theirs + ours)
+    assert host.lock_taker(str(file)) == 4712
 
 
 @pytest.mark.parametrize("command", ["status", "doctor", "top"])
