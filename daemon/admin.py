@@ -576,9 +576,8 @@ class AdminService:
         self._tcp: socket.socket | None = None
         self._tcp_for = ""  # the setting that it was opened for
         self._address = ""
-        self._shut: dict[
-            str, doors.Shut
-        ] = {}  # by door; a TCP that is served with tokens of before among them
+        self._shut: dict[str, doors.Shut] = {}
+        """By door; a TCP that is served with tokens of before, or where it was before, among them."""
         self._closed = False
         self.api = Admin(
             self.views, self.ring, server.loop, self, connections=settings.admin_connections,
