@@ -275,6 +275,7 @@ class Client:
         self._remains = _Remains(self._connection, self.pool, self._page, self._wake)
         self._finalizer = weakref.finalize(self, self._remains.finalize)
         _clients.add(self)
+        self._release_unheard()
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -478,6 +479,16 @@ class Client:
             with contextlib.suppress(Refused):  # it may be over, where an answer was lost
                 self._call(messages.Release(self._session.next_id(), token.session, token.secret), Done)
             del self._former[0]
+
+    def _release_unheard(self) -> None:
+        """Ends sessions whose client was closed in this process while it had no connection, and nobody heard of it."""
+        tokens = _unheard.get(self._connection.path, [])
+        while tokens:
+            with contextlib.suppress(Refused):  # of a daemon that started anew
+                self._call(
+                    messages.Release(self._session.next_id(), tokens[-1].session, tokens[-1].secret), Done
+                )
+            tokens.pop()
 
     def _listen(self) -> None:
         """What the page says of pushes is compared with those that have been read since the Welcome.
@@ -816,7 +827,8 @@ class Client:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the session and the mapping; all that it holds goes back at once.
+        """Ends the session and the mapping; all that it holds goes back at once, or without a connection with this
+        process's next client of the same daemon.
 
         Raises BufferError, and stays open, while an array or tensor on the pool's memory is alive.  With steps under
         way the daemon is not told that nothing is in use: the slots come back when this process ends.
@@ -831,9 +843,13 @@ class Client:
 
     def _end(self, *, bye: bool) -> None:
         connection = self._connection
-        if bye and connection.fault is None and self._submitted == self._completed:
-            with contextlib.suppress(KvslotError):
+        if bye and self._submitted == self._completed:
+            try:
                 self._call(messages.Bye(self._session.next_id()), Done)
+            except KvslotError:
+                # The next client of this process says so: until then all that it held is kept for it.
+                unheard = _unheard.setdefault(connection.path, [])
+                unheard += [self.token, *(token for token, _ in self._former)]
         self._closed = True
         fault = Closed("the client was closed")
         for table in list(self._session.sequences.values()):
@@ -1171,11 +1187,15 @@ def _program() -> str:
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
+_unheard: dict[str, list[Token]] = {}
+"""By socket: sessions that are over, their memory let go, of which no daemon has heard that."""
+
 
 def _after_fork() -> None:
     for client in list(_clients):
         client._forked()
     _clients.clear()
+    _unheard.clear()  # those are the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -111,6 +111,33 @@ def test_what_a_step_under_way_uses_stays_until_it_has_completed() -> None:
         control.close()
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_client_that_is_closed_without_a_connection_holds_nothing_up(restarted: bool) -> None:
+    """Nobody heard its goodbye: the next client of the process says it, and what was held and cached can go."""
+    with kept([{"blocks": 33}]) as daemon:
+        client = Client(str(daemon.socket))
+        fill(client, PROMPT)
+        client.admit(list(range(500, 560)))
+        if restarted:
+            daemon.manager.kill()
+        else:
+            client._connection.lost("a test cut it")
+        client.close()
+        with Wire(daemon.socket) as control:
+            until(
+                lambda: [row["state"] for row in rows(control, "sessions")] == ["lost"],
+                10.0,
+                "it is not lost",
+            )
+            with Client(str(daemon.socket)) as other:
+                until(lambda: len(rows(control, "sessions")) == 1, 10.0, "the session of then is left")
+                until(lambda: rows(control, "pools")[0]["quarantined"] == 0, 10.0, "its slots are set aside")
+                assert other.probe(PROMPT) == len(PROMPT) - 1
+                until(
+                    lambda: control.call(Evict, 1 << 20).tokens > 0, 10.0, "what is cached is held for nobody"
+                )
+
+
 def test_an_engine_of_several_processes_opens_its_group_anew() -> None:
     """Its sessions of before hold what they held until each of them was released, and nothing afterwards."""
     with kept([{"blocks": 33}]) as daemon:
