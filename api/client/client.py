@@ -483,12 +483,12 @@ class Client:
     def _release_unheard(self) -> None:
         """Ends sessions whose client was closed in this process while it had no connection, and nobody heard of it."""
         tokens = _unheard.get(self._connection.path, [])
-        while tokens:
-            with contextlib.suppress(Refused):  # of a daemon that started anew
-                self._call(
-                    messages.Release(self._session.next_id(), tokens[-1].session, tokens[-1].secret), Done
-                )
-            tokens.pop()
+        with contextlib.suppress(KvslotError):  # lost again: the client's next call says so, and the next client this
+            while tokens:
+                token = tokens[-1]
+                with contextlib.suppress(Refused):  # by a daemon that started anew
+                    self._call(messages.Release(self._session.next_id(), token.session, token.secret), Done)
+                tokens.pop()
 
     def _listen(self) -> None:
         """What the page says of pushes is compared with those that have been read since the Welcome.

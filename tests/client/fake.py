@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ Answer = msgspec.Struct | bytes | None
 POOL = messages.Pool("fake", "token", 64, 16, 16, 1008, 16, False, "f", 4096, 1, "none", [])
 LIMITS = messages.Limits(1 << 20, 1 << 20, 10.0, 100, 64)
 
+_number = itertools.count()
+
 
 def welcome(number: int, **changes: Any) -> messages.Welcome:
     """What a Hello without memory is answered with."""
@@ -29,7 +32,7 @@ def welcome(number: int, **changes: Any) -> messages.Welcome:
 @contextmanager
 def fake(answers: Callable[[Any], Iterator[Answer]]) -> Iterator[tuple[str, list[Any]]]:
     """The socket's path, and the requests as they come; `answers` yields what each is answered with, Hello included."""
-    path = f"/tmp/kvs-fake-{os.getpid()}-{threading.get_ident() & 0xFFFF}"
+    path = f"/tmp/kvs-fake-{os.getpid()}-{next(_number)}"  # of its own: clients remember where they were not heard
     with suppress(FileNotFoundError):
         os.unlink(path)
     requests: list[Any] = []
