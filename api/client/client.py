@@ -483,7 +483,9 @@ class Client:
     def _release_unheard(self) -> None:
         """Ends sessions whose client was closed in this process while it had no connection, and nobody heard of it."""
         tokens = _unheard.get(self._connection.path, [])
-        with contextlib.suppress(KvslotError):  # lost again: the client's next call says so, and the next client this
+        with contextlib.suppress(
+            KvslotError
+        ):  # lost again: the client's next call says so, and the next client this
             while tokens:
                 token = tokens[-1]
                 with contextlib.suppress(Refused):  # by a daemon that started anew

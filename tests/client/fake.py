@@ -32,7 +32,8 @@ def welcome(number: int, **changes: Any) -> messages.Welcome:
 @contextmanager
 def fake(answers: Callable[[Any], Iterator[Answer]]) -> Iterator[tuple[str, list[Any]]]:
     """The socket's path, and the requests as they come; `answers` yields what each is answered with, Hello included."""
-    path = f"/tmp/kvs-fake-{os.getpid()}-{next(_number)}"  # of its own: clients remember where they were not heard
+    # One of its own each: clients remember where they were not heard.
+    path = f"/tmp/kvs-fake-{os.getpid()}-{next(_number)}"
     with suppress(FileNotFoundError):
         os.unlink(path)
     requests: list[Any] = []
