@@ -498,6 +498,8 @@ class Placement:
         Where slots are wiped first they come twice: as they were left, and `wiped`.
         """
         if self.scrubs and state != FREE and not wiped:
+            if self.ledger.recorder is not None:
+                self.ledger.recorder.owned(extents, 0)
             if state != FENCED:
                 self.ledger.shift_all(extents, length, state, FENCED)
             self.dirt.append((extents, length))

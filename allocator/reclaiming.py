@@ -97,7 +97,7 @@ def reclaim(
         append(flat, piece.slot, piece.length)
     ledger = pool.ledger
     if ledger.recorder is not None:
-        ledger.recorder.reclaimed(flat, session.mark)
+        ledger.recorder.owned(flat, session.mark)
     ledger.shift_all(flat, count, QUARANTINED, PRIVATE)
     aside.take(own)
     node = path[-1] if path else root

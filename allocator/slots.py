@@ -55,8 +55,12 @@ class Recorder(Protocol):
     def moved(self, source: list[int], target: list[int]) -> None:
         """The slots of `target`, as many as those of `source`, are about to be cached in their place."""
 
-    def reclaimed(self, extents: list[int], mark: int) -> None:
-        """Slots set aside since an earlier life are about to be private to the session of that mark."""
+    def owned(self, extents: list[int], mark: int) -> None:
+        """From here on these slots are the session's of that mark; 0: nobody's in particular.
+
+        Beside those that turn from free to private, which `Ledger.holder` tells: what is reclaimed from an earlier
+        life, and what waits to be wiped, whose session may have ended and its mark be another's.
+        """
 
     def opened(self, root: int, space: Space) -> None:
         """A namespace has this root from now on."""

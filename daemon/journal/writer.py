@@ -203,7 +203,7 @@ class Writer(States):
                 slot += some
                 n -= some
 
-    def reclaimed(self, extents: list[int], mark: int) -> None:
+    def owned(self, extents: list[int], mark: int) -> None:
         """As `Recorder` has it."""
         whose = self._whose
         for i in range(0, len(extents), 2):

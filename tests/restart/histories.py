@@ -139,6 +139,10 @@ class History:
             act()
         self.pool.poll(0.0)
         self.pool.pushes.clear()
+        if self.pool.scrubs and self.rng.random() < 0.5:
+            handle, _ = self.pool.wipe(self.rng.randrange(1, 60))
+            if handle:
+                self.pool.wiped(handle)
         after = self.held()
         kept = {number: slots & after.get(number, frozenset()) for number, slots in before.items()}
         for cut in self.cuts:
@@ -517,6 +521,11 @@ class History:
         cut = bytes(self.buffer)
         pool, takeover, buffer = reborn(cut, self.config, lambda entry: entry.number not in dead)
         self.compare(pool, {n: slots for n, slots in held.items() if n not in dead})
+        for number, slots in takeover.found.private.items():
+            strange = set(slots.tolist()) - held.get(number, frozenset())
+            assert not strange, (
+                f"slots {sorted(strange)} are set aside for session {number}, which may not use them"
+            )
         after = cached(pool)
         assert after == before, "what was cached is not cached any more"
         self.restored += len(after)

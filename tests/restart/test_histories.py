@@ -16,6 +16,7 @@ CONFIGS = {
     "tokens": PoolConfig(blocks=17, block_size=16, quantum=4),
     "small": PoolConfig(blocks=9, block_size=8, quantum=4, eviction="s3fifo"),
     "opaque": PoolConfig(blocks=33, block_size=4, opaque=True),
+    "wiped": PoolConfig(blocks=17, block_size=16, quantum=4, scrubs=True),
 }
 
 DIVIDE = reclaiming._divide
@@ -31,7 +32,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "every slot is taken to be set aside": (Aside, "run", lambda self, slot: (True, 1 << 62), ""),
     "what is taken out stays set aside": (Aside, "take", lambda self, own: None, "overlaps the owner"),
     "slots below the hit are not looked at": (reclaiming, "_divide", _all_cached, ""),
-    "the journal is not told whose they are": (Writer, "reclaimed", lambda *_: None, ""),
+    "the journal is not told whose they are": (Writer, "owned", lambda *_: None, ""),
     "a table has a slot less than it says": (
         reclaiming, "_size", lambda pool, extents: sum(extents[1::2]) + 1, "its capacity is",
     ),
