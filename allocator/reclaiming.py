@@ -115,9 +115,8 @@ def reclaim(
     session.charged += count
     account.charged += count
     account.unwritten += capacity - n
-    account.ceiling = max(
-        account.ceiling, account.charged
-    )  # it was admitted once; a limit takes nothing away
+    # It was admitted once: a limit takes nothing away.
+    account.ceiling = max(account.ceiling, account.charged)
     pool.unwritten += capacity - n
     pool.duplicates += sum(each.length for each in sequence.own if each.kind == DUPLICATE)
     return Reclaimed(handle, hit)

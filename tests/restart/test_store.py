@@ -27,7 +27,7 @@ from kvslot.daemon.journal.columns import (
 )
 from kvslot.daemon.journal.writer import HOLDS, SUM
 
-from ..faults.actors import child, rows, stay, until
+from ..faults.actors import Child, child, rows, stay, until
 from ..systemd.supervisor import Supervisor
 from ..tools.wire import Wire
 from .killing import Kept, kept
@@ -288,12 +288,7 @@ def test_an_entry_that_was_spoilt_holds_nothing_up_when_all_processes_are_known(
             engine.heard()
             manager.wait(lambda: any(each.startswith("session") for each in manager.stored))
             _flip(daemon, 17)
-            manager.command[1:3] = ["-Ic", SLOW]
-            manager.kill(ready=False)
-            until(lambda: daemon.events("warm_start"), 30.0, "no second start")
-            engine.kill()
-            manager.wait(lambda: manager.state == "running")
-            _nothing_is_held(daemon)
+            _dies_meanwhile(daemon, engine)
 
 
 @pytest.mark.parametrize("after", [["a", "b"], ["b", "a"], ["a"]])
@@ -324,6 +319,17 @@ def test_an_entry_that_was_spoilt_makes_nobody_of_another_pool_a_stranger(after:
         assert not daemon.events("sessions_torn")
 
 
+def _dies_meanwhile(daemon: Kept, engine: Child) -> None:
+    """The daemon is killed, and the engine while the next one takes over: nothing is held for it."""
+    manager = daemon.manager
+    manager.command[1:3] = ["-Ic", SLOW]
+    manager.kill(ready=False)
+    until(lambda: daemon.events("warm_start"), 30.0, "no second start")
+    engine.kill()
+    manager.wait(lambda: manager.state == "running")
+    _nothing_is_held(daemon)
+
+
 @pytest.mark.parametrize("kept_by_number", [False, True])
 def test_an_engine_that_dies_while_its_pool_is_taken_over_holds_nothing(kept_by_number: bool) -> None:
     """Its end between the look at who lives and the first round of the loop is noticed like any other."""
@@ -335,12 +341,7 @@ def test_an_engine_that_dies_while_its_pool_is_taken_over_holds_nothing(kept_by_
             entry = _of(manager, "session")
             manager.store.remove(entry)
             os.close(entry[1])
-        manager.command[1:3] = ["-Ic", SLOW]
-        manager.kill(ready=False)
-        until(lambda: daemon.events("warm_start"), 30.0, "no second start")
-        engine.kill()
-        manager.wait(lambda: manager.state == "running")
-        _nothing_is_held(daemon)
+        _dies_meanwhile(daemon, engine)
 
 
 def test_an_engine_that_cannot_be_watched_is_looked_at_again() -> None:

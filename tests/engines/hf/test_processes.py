@@ -222,6 +222,17 @@ def _later(daemon: Running, calls: int) -> Any:
     return hook
 
 
+def _next(client: Client, model: Any, cache: PoolCache, token: int) -> int:
+    """The word behind this one; where the connection ends meanwhile, once it is there again."""
+    given = torch.tensor([[token]])
+    try:
+        out = model(input_ids=given, cache=cache)
+    except Disconnected:
+        client.reconnect()
+        out = model(input_ids=given, cache=cache)
+    return int(out.logits[0, -1].argmax())
+
+
 def test_a_lost_connection_taken_up_again(daemon: Running, model: Any) -> None:
     """Disconnected in mid-answer, and the daemon is there: reconnect, and the same cache goes on to the same words."""
     ids = tokens(60)
@@ -232,12 +243,7 @@ def test_a_lost_connection_taken_up_again(daemon: Running, model: Any) -> None:
             for step in range(59):
                 if step in (7, 30):
                     client._connection._socket.shutdown(2)
-                try:
-                    out = model(input_ids=torch.tensor([[said[-1]]]), cache=cache)
-                except Disconnected:
-                    client.reconnect()
-                    out = model(input_ids=torch.tensor([[said[-1]]]), cache=cache)
-                said.append(int(out.logits[0, -1].argmax()))
+                said.append(_next(client, model, cache, said[-1]))
             assert said == want
         assert cache.published >= 60
 
@@ -254,12 +260,7 @@ def test_a_daemon_that_is_killed_in_mid_answer(model: Any, mode: str) -> None:
             for step in range(59):
                 if step in (7, 30):
                     daemon.manager.kill()
-                try:
-                    out = model(input_ids=torch.tensor([[said[-1]]]), cache=cache)
-                except Disconnected:
-                    client.reconnect()
-                    out = model(input_ids=torch.tensor([[said[-1]]]), cache=cache)
-                said.append(int(out.logits[0, -1].argmax()))
+                said.append(_next(client, model, cache, said[-1]))
             assert said == want
             assert cache.hits == [0]
         assert cache.published >= 60
